@@ -1,0 +1,190 @@
+"""Configuration -> plan -> engine: ``ds_osdp.initialize``, and ``enable`` for scripts that call DeepSpeed themselves."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+
+from ds_osdp import deepspeed_seams as seams
+from ds_osdp import measure
+from ds_osdp.config import SECTION, OsdpConfig, find_section
+from ds_osdp.errors import ConfigError, UnsupportedError
+from ds_osdp.job import Job, job_from_config, refuse_unsupported
+from ds_osdp.plan import Plan
+from ds_osdp.planner import make_plan
+from ds_osdp.report import plan_text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ds_osdp.cluster import Cluster
+
+__all__ = ["disable", "enable", "initialize"]
+
+DEFAULT_BUDGET_SHARE = 0.9
+"""Of the device's free memory: the rest is for what a prediction cannot know (fragments, the caching allocator)."""
+
+Initialize = Callable[..., tuple[Any, Any, Any, Any]]
+
+_stock_initialize: Initialize | None = None
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize``, with the plan of the configuration's ``osdp`` section applied.
+
+    Takes and returns what ``deepspeed.initialize`` does: (engine, optimizer, data loader, LR scheduler).  The engine has
+    one more attribute, ``engine.osdp``: the plan, and checks on it.
+
+    Raises:
+        ConfigError: the configuration has no ``osdp`` section, or one that cannot be meant.
+        UnsupportedError: it asks for something a plan cannot be combined with.
+        InfeasiblePlanError: no plan fits the budget.
+        RankMismatchError: ranks were started with different configurations.
+    """
+    call = {name: value for name, value in locals().items() if value is not None}
+    return _initialize(_stock_initialize or deepspeed.initialize, call, section_required=True)
+
+
+def enable() -> _Enabled:
+    """Make ``deepspeed.initialize`` apply the ``osdp`` section, for scripts and frameworks that call it themselves.
+
+    Configurations without the section train as before.  Use it as a context manager, or undo it with :func:`disable`.
+    """
+    global _stock_initialize
+    if _stock_initialize is None:
+        seams.install()
+        stock: Initialize = deepspeed.initialize
+        signature = inspect.signature(stock)
+
+        def planned(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+            return _initialize(stock, dict(signature.bind(*args, **kwargs).arguments), section_required=False)
+
+        planned.__doc__, planned.__name__, planned.__wrapped__ = stock.__doc__, stock.__name__, stock  # type: ignore[attr-defined]
+        _stock_initialize = stock
+        deepspeed.initialize = planned
+    return _Enabled()
+
+
+def disable() -> None:
+    """Put DeepSpeed back as it was.  Engines that hold a plan must not be used afterwards."""
+    global _stock_initialize
+    if _stock_initialize is not None:
+        deepspeed.initialize = _stock_initialize
+        _stock_initialize = None
+    seams.uninstall()
+
+
+class _Enabled:
+    """``with ds_osdp.enable():`` ends with :func:`disable`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        disable()
+
+
+def _initialize(stock: Initialize, call: dict[str, Any], *, section_required: bool) -> tuple[Any, Any, Any, Any]:
+    """Plan and apply; ``call`` holds the arguments of ``deepspeed.initialize`` that were given."""
+    _, world_size = seams.init_distributed(
+        distributed_port=call.get("distributed_port"), dist_init_required=call.get("dist_init_required")
+    )
+    ds_config, section = seams.on_every_rank(lambda: _read(call, section_required))
+    seams.same_on_every_rank("the DeepSpeed configuration", ds_config)
+    if section is None or not section.enabled or call.get("model") is None:
+        return stock(**call)
+    if call.get("optimizer") is None and "optimizer" not in ds_config:
+        seams.log_on_rank_zero(f"{SECTION}: no optimizer is given, so nothing is trained and nothing is planned")
+        return stock(**call)
+
+    model = call["model"]
+    job = seams.on_every_rank(lambda: _check(ds_config, call, world_size))
+    if section.plan is not None:
+        path = section.plan
+        plan = seams.broadcast_from_rank_zero(lambda: Plan.load(path))
+    else:
+        plan = _plan(section, model, job)
+    seams.on_every_rank(lambda: plan.check_belongs(seams.full_shapes(model), world_size))
+    seams.log_on_rank_zero(f"{SECTION}: plan {plan.plan_hash}\n{plan_text(plan)}")
+    with seams.applying(plan, check_replicas_every=section.check_replicas_every):
+        result = stock(**call)
+    seams.attach(result[0], plan)
+    return result
+
+
+def _read(call: dict[str, Any], section_required: bool) -> tuple[dict[str, Any], OsdpConfig | None]:
+    ds_config = seams.read_config(call.get("args"), call.get("config"), call.get("config_params"))
+    section = find_section(ds_config)
+    if section is None and section_required:
+        raise ConfigError(
+            f'the DeepSpeed configuration has no {SECTION!r} section: add "{SECTION}": {{}}, or call deepspeed.initialize'
+        )
+    return ds_config, section
+
+
+def _check(ds_config: dict[str, Any], call: dict[str, Any], world_size: int) -> Job:
+    """Everything that can be refused is refused here, before the model is touched."""
+    refuse_unsupported(ds_config)
+    for name in ("mpu", "mesh_param"):
+        if call.get(name) is not None:
+            raise UnsupportedError(
+                f"deepspeed.initialize({name}=...) cannot be combined with {SECTION} yet: ranks that hold "
+                "different parts of the model; set osdp.enabled to false"
+            )
+    return job_from_config(ds_config, world_size, optimizer=call.get("optimizer"))
+
+
+def _plan(section: OsdpConfig, model: nn.Module, job: Job) -> Plan:
+    """Every rank helps to measure; rank 0 plans, the others get its plan."""
+    ranks_per_node = _ranks_per_node(job.world_size)
+    cluster = seams.on_every_rank(section.load_cluster) or measure.measure_cluster(ranks_per_node=ranks_per_node)
+    budget = section.memory_budget
+    if budget is None:
+        budget = int(DEFAULT_BUDGET_SHARE * seams.least_of_all_ranks(measure.free_bytes(ranks_per_node)))
+    return seams.broadcast_from_rank_zero(lambda: _plan_on_rank_zero(section, model, job, cluster, budget))
+
+
+def _plan_on_rank_zero(section: OsdpConfig, model: nn.Module, job: Job, cluster: Cluster, budget: int) -> Plan:
+    sample = (
+        measure.Sample.from_config(section.input, job.micro_batch)
+        if section.input is not None
+        else measure.sample_for(model, job.micro_batch)
+    )
+    if sample is None:
+        raise ConfigError(
+            f"{type(model).__name__} cannot tell what it takes as input: describe one sample in {SECTION}.input, such as "
+            '{"input_ids": {"shape": [1024], "dtype": "int64"}} (names of forward\'s arguments, shapes without the batch)'
+        )
+    profile = measure.profile_model(model, sample, dtype=getattr(torch, job.parameter_dtype))
+    plan = make_plan(profile, cluster, job, budget, stages=section.stages, rules=section.rules, solver=section.solver)
+    if section.save_plan is not None:
+        plan.save(section.save_plan)
+    return plan
+
+
+def _ranks_per_node(world_size: int) -> int:
+    for variable in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        if os.environ.get(variable, "").isdecimal():
+            return max(1, int(os.environ[variable]))
+    hosts = seams.gather_from_all_ranks(socket.gethostname())
+    return max(1, world_size // len(set(hosts)))

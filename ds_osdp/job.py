@@ -1,0 +1,177 @@
+"""What a price needs to know of a DeepSpeed JSON: batch sizes, precision, optimizer states and communication sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from ds_osdp.errors import ConfigError, UnsupportedError
+from ds_osdp.frozen import Frozen
+
+__all__ = ["Job", "job_from_config", "refuse_unsupported"]
+
+# DeepSpeed's defaults (runtime/zero/config.py), where the JSON is silent.
+_REDUCE_BUCKET, _PREFETCH, _LIVE, _REUSE, _SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000, 1_000_000_000, 10**9
+
+# fp32 optimizer states per parameter element, by DeepSpeed's and torch's optimizer names in lower case.
+_STATES = {
+    "adam": 2, "adamw": 2, "fusedadam": 2, "deepspeedcpuadam": 2, "nadam": 2, "radam": 2, "adamax": 2, "lamb": 2,
+    "fusedlamb": 2, "lion": 1, "fusedlion": 1, "adagrad": 1, "rmsprop": 1,
+}  # fmt: skip
+
+
+class Job(Frozen):
+    """One training job, as far as prices depend on it.  Sizes are elements where DeepSpeed counts elements."""
+
+    world_size: PositiveInt
+    micro_batch: PositiveInt
+    accumulation: PositiveInt
+    parameter_dtype: str
+    gradient_dtype: str
+    """In which gradients accumulate."""
+    communication_dtype: str
+    """In which gradients are reduced."""
+    optimizer_states: NonNegativeInt
+    """fp32 values the optimizer keeps per parameter element: 2 for Adam."""
+    reduce_bucket_size: PositiveInt
+    prefetch_bucket_size: NonNegativeInt
+    max_live_parameters: NonNegativeInt
+    max_reuse_distance: NonNegativeInt
+    sub_group_size: PositiveInt
+
+
+def job_from_config(ds_config: Mapping[str, Any], world_size: int, *, optimizer: Any = None) -> Job:
+    """Read the job out of a DeepSpeed configuration.
+
+    Args:
+        ds_config: the whole DeepSpeed configuration, without ``"auto"`` in the keys read here.
+        world_size: number of data-parallel ranks.
+        optimizer: the user's own optimizer object, if the configuration names none.
+
+    Raises:
+        ConfigError: a value is missing or is no number.
+    """
+    zero = ds_config.get("zero_optimization") or {}
+    parameter_dtype = next(
+        (dtype for key, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if (ds_config.get(key) or {}).get("enabled")),
+        "float32",
+    )
+    accumulated = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
+    micro_batch, accumulation = _batch_sizes(ds_config, world_size)
+    return Job(
+        world_size=world_size,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        parameter_dtype=parameter_dtype,
+        gradient_dtype=_dtype(accumulated) or parameter_dtype,
+        communication_dtype=_dtype(ds_config.get("communication_data_type")) or parameter_dtype,
+        optimizer_states=_optimizer_states(ds_config, optimizer),
+        reduce_bucket_size=_count(zero, "reduce_bucket_size", _REDUCE_BUCKET),
+        prefetch_bucket_size=_count(zero, "stage3_prefetch_bucket_size", _PREFETCH),
+        max_live_parameters=_count(zero, "stage3_max_live_parameters", _LIVE),
+        max_reuse_distance=_count(zero, "stage3_max_reuse_distance", _REUSE),
+        sub_group_size=_count(zero, "sub_group_size", _SUB_GROUP),
+    )
+
+
+def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
+    """Refuse, by name, what a plan cannot be combined with yet: a wrong result must never be silent.
+
+    Raises:
+        UnsupportedError: naming the first such setting and what to do.
+        ConfigError: the ZeRO stage is not 3.
+    """
+    zero = ds_config.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    if stage != 3:
+        raise ConfigError(
+            f"osdp plans the stages of single units inside ZeRO-3, and zero_optimization.stage is {stage!r}: set it to 3, "
+            "or remove the osdp section"
+        )
+    compile_section = ds_config.get("compile") or {}
+    refused = {
+        "zero_optimization.offload_optimizer": _offloads(zero.get("offload_optimizer")) or zero.get("cpu_offload"),
+        "zero_optimization.offload_param": _offloads(zero.get("offload_param")) or zero.get("cpu_offload_param"),
+        "zero_optimization.zero_hpz_partition_size (hpZ)": (zero.get("zero_hpz_partition_size") or 1) > 1,
+        "zero_optimization.zero_quantized_weights (ZeRO++)": zero.get("zero_quantized_weights"),
+        "zero_optimization.zero_quantized_nontrainable_weights (ZeRO++)": zero.get("zero_quantized_nontrainable_weights"),
+        "zero_optimization.zero_quantized_gradients (ZeRO++)": zero.get("zero_quantized_gradients"),
+        "zero_optimization.zenflow (ZenFlow)": zero.get("zenflow"),
+        "zero_optimization.stage3_use_all_reduce_for_fetch_params": zero.get("stage3_use_all_reduce_for_fetch_params"),
+        "compile.deepcompile (DeepCompile)": compile_section.get("deepcompile"),
+        "expert_parallel (AutoEP)": (ds_config.get("expert_parallel") or {}).get("enabled"),
+        "tensor_parallel (AutoTP)": ((ds_config.get("tensor_parallel") or {}).get("autotp_size") or 0) > 1,
+        "sequence_parallel_size": (ds_config.get("sequence_parallel_size") or 1) > 1,
+        "torch_autocast": (ds_config.get("torch_autocast") or {}).get("enabled"),
+        "hybrid_engine": (ds_config.get("hybrid_engine") or {}).get("enabled"),
+        "amp": (ds_config.get("amp") or {}).get("enabled"),
+        "optimizer.type Muon": str((ds_config.get("optimizer") or {}).get("type", "")).lower() == "muon",
+        "bf16.bf16_master_weights_and_grads": (ds_config.get("bf16") or {}).get("bf16_master_weights_and_grads"),
+        "fp16.fp16_master_weights_and_grads": (ds_config.get("fp16") or {}).get("fp16_master_weights_and_grads"),
+        "gradient_predivide_factor": ds_config.get("gradient_predivide_factor", 1.0) != 1.0,
+        "prescale_gradients": ds_config.get("prescale_gradients"),
+        "gradient_allreduce_op other than mean": ds_config.get("gradient_allreduce_op", "mean") != "mean",
+    }
+    for name, present in refused.items():
+        if present:
+            raise UnsupportedError(
+                f"{name} cannot be combined with osdp yet: remove it, or set osdp.enabled to false to train with stock ZeRO-3"
+            )
+
+
+def _offloads(section: Any) -> bool:
+    return bool(section) and section.get("device", "cpu") not in (None, "none")
+
+
+def _count(section: Mapping[str, Any], key: str, default: int) -> int:
+    value = section.get(key, default)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"zero_optimization.{key} is {value!r}, not a number: osdp needs it to predict memory") from None
+
+
+def _dtype(name: Any) -> str | None:
+    names = {
+        "fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16", "half": "float16",
+        "bf16": "bfloat16", "bfp16": "bfloat16", "bfloat16": "bfloat16",
+    }  # fmt: skip
+    if name is None:
+        return None
+    if str(name).lower() not in names:
+        raise ConfigError(f"{name!r} is no data type DeepSpeed knows: use one of {', '.join(names)}")
+    return names[str(name).lower()]
+
+
+def _batch_sizes(ds_config: Mapping[str, Any], world_size: int) -> tuple[int, int]:
+    """Micro-batch and accumulation, completed as DeepSpeed does (``_set_batch_related_parameters``)."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    values = [ds_config.get(key) for key in keys]
+    for key, value in zip(keys, values, strict=True):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{key} is {value!r}: osdp needs a positive number to plan with")
+    train, micro, accumulation = values
+    if micro is None and train is None:
+        raise ConfigError("the DeepSpeed configuration gives neither train_batch_size nor train_micro_batch_size_per_gpu")
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = train // (world_size * accumulation)
+    elif accumulation is None:
+        accumulation = train // (world_size * micro) if train is not None else 1
+    if micro < 1 or accumulation < 1 or (train is not None and train != micro * accumulation * world_size):
+        raise ConfigError(
+            f"train_batch_size {train} is not micro-batch {micro} x accumulation {accumulation} x {world_size} ranks"
+        )
+    return micro, accumulation
+
+
+def _optimizer_states(ds_config: Mapping[str, Any], optimizer: Any) -> int:
+    section = ds_config.get("optimizer") or {}
+    name = str(section.get("type") or type(optimizer).__name__).lower()
+    if name == "sgd":
+        defaults = section.get("params") or getattr(optimizer, "defaults", {})
+        return 1 if defaults.get("momentum") else 0
+    # Two is what Adam keeps; an optimizer that is not in the table is taken for the costliest common one.
+    return _STATES.get(name, 2)

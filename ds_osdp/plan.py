@@ -1,0 +1,135 @@
+"""A plan: the stage of every unit, with its totals, its certificate and its provenance; a JSON file."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, ClassVar
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from ds_osdp.errors import PlanMismatchError
+from ds_osdp.frozen import Document, Frozen, fingerprint
+
+__all__ = ["BUILT_STAGES", "Plan", "Provenance", "Stage", "UnitPlan"]
+
+
+class Stage(IntEnum):
+    """The ZeRO stage of one unit: what is kept whole on every rank, and what is spread."""
+
+    REPLICATED = 0
+    """Everything whole on every rank; one all-reduce per optimizer step."""
+    OPTIMIZER_STATES = 1
+    """Optimizer states spread; one reduce-scatter and one all-gather per optimizer step."""
+    GRADIENTS = 2
+    """Gradients spread too; a reduce-scatter per micro-step, one all-gather per optimizer step."""
+    FULLY_SHARDED = 3
+    """1/N of everything; gathered around each use, a reduce-scatter per micro-step."""
+
+
+BUILT_STAGES = (Stage.REPLICATED, Stage.FULLY_SHARDED)
+"""Stages this release can apply to an engine."""
+
+
+class UnitPlan(Frozen):
+    """What was decided for one unit."""
+
+    name: str
+    stage: Stage
+    degree: PositiveInt
+    """Over how many ranks its partitioned states are spread; 1 for a replicated unit."""
+    slices: PositiveInt = 1
+    recompute: bool = False
+    parameters: tuple[str, ...]
+    """Names of its parameters in the model, each under its first name."""
+    elements: NonNegativeInt
+    """Elements of all its parameters."""
+
+
+class Provenance(Frozen):
+    """Where a plan comes from: enough to make it again, and to see what it was made for."""
+
+    model: str
+    model_fingerprint: str
+    cluster: str
+    sample: str
+    solver: str
+    ds_osdp_version: str
+
+
+class Plan(Document):
+    """The chosen option of every unit, in the order in which one forward runs them.
+
+    Seconds are predicted for one optimizer step; bytes are per rank.
+    """
+
+    FORMAT: ClassVar[str] = "ds_osdp.plan"
+    VERSION: ClassVar[int] = 1
+
+    world_size: PositiveInt
+    micro_batch: PositiveInt
+    accumulation: PositiveInt
+    step_seconds: NonNegativeFloat
+    bound_seconds: NonNegativeFloat
+    """No plan under the same budget can be predicted faster than this."""
+    gap: NonNegativeFloat
+    """(step - bound) / step: 0 means proven optimal."""
+    samples_per_second: NonNegativeFloat
+    budget_bytes: PositiveInt
+    peak_bytes: NonNegativeInt
+    peak_moment: str
+    replica_bucket_bytes: PositiveInt
+    """How many bytes of replicated gradients are reduced together."""
+    units: tuple[UnitPlan, ...]
+    provenance: Provenance
+
+    @property
+    def plan_hash(self) -> str:
+        """Hash of what is applied: equal on all ranks, or the job must not start."""
+        units = [unit.model_dump(mode="json") for unit in self.units]
+        return fingerprint({"world_size": self.world_size, "replica_bucket_bytes": self.replica_bucket_bytes, "units": units})
+
+    @property
+    def stage_of(self) -> dict[str, Stage]:
+        """The stage of every parameter, by its name."""
+        return {parameter: unit.stage for unit in self.units for parameter in unit.parameters}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form; ``plan_hash`` stands in it for people and for the check when it is read."""
+        return {**super().to_dict(), "plan_hash": self.plan_hash}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_hash(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "plan_hash" not in value:
+            return value
+        stated = value["plan_hash"]
+        plan = cls.model_validate({k: v for k, v in value.items() if k != "plan_hash"})
+        if plan.plan_hash != stated:
+            raise ValueError(
+                f"its units hash to {plan.plan_hash}, not to the plan_hash {stated} it states: the file was changed or "
+                "cut. If the change is meant, remove its 'plan_hash'"
+            )
+        return plan.model_dump()
+
+    def check_belongs(self, parameters: dict[str, tuple[int, ...]], world_size: int) -> None:
+        """Check that this plan was made for a model with these parameters (name to full shape) on ``world_size`` ranks.
+
+        Raises:
+            PlanMismatchError: naming what differs.
+        """
+        if world_size != self.world_size:
+            raise PlanMismatchError(
+                f"the plan was made for {self.world_size} ranks and the job has {world_size}: plan again, or run on "
+                f"{self.world_size}"
+            )
+        planned = set(self.stage_of)
+        missing, foreign = sorted(parameters.keys() - planned), sorted(planned - parameters.keys())
+        if missing or foreign:
+            raise PlanMismatchError(
+                f"the plan belongs to another model ({self.provenance.model}): "
+                + "; ".join(
+                    f"{len(names)} parameters {what}, such as {names[0]!r}"
+                    for names, what in ((missing, "are not in the plan"), (foreign, "are in the plan only"))
+                    if names
+                )
+            )

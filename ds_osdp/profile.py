@@ -1,0 +1,88 @@
+"""What is known about a model before it is planned: its units, their parameters, work and activations."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import ClassVar
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from ds_osdp.frozen import Document, Frozen, fingerprint
+
+__all__ = ["DTYPE_BYTES", "ModelProfile", "ParameterProfile", "UnitProfile", "Work"]
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+class ParameterProfile(Frozen):
+    """One parameter tensor, under its first name in the model; a tied one is listed once."""
+
+    name: str
+    shape: tuple[NonNegativeInt, ...]
+    dtype: str
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+class Work(Frozen):
+    """Device work, independent of the device: priced by a cluster's rates."""
+
+    flops: NonNegativeInt = 0
+    """Floating-point operations of matrix products, convolutions and attention (a multiply-add counts two)."""
+    bytes_moved: NonNegativeInt = 0
+    """Bytes read and written by all other operators: those are bound by memory, not by arithmetic."""
+
+
+class UnitProfile(Frozen):
+    """The smallest module planned as a whole: it owns parameters.
+
+    Operators that run between two units (residual additions, attention without parameters) count with the
+    unit that ran last, so that the sums over units are those of the model.
+    """
+
+    name: str
+    """Path of the module, as ``named_modules`` says it; ``""`` is the model itself."""
+    parameters: tuple[ParameterProfile, ...]
+    forward: Work = Work()
+    backward: Work = Work()
+    activation_bytes: NonNegativeInt = 0
+    """Bytes saved by one forward of one micro-batch and alive until this unit's backward."""
+    transient_bytes: NonNegativeInt = 0
+    """Most bytes of working tensors alive at once during its forward or backward, beyond what is saved."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+class ModelProfile(Document):
+    """The units of a model in the order in which one forward runs them, for one micro-batch."""
+
+    FORMAT: ClassVar[str] = "ds_osdp.profile"
+    VERSION: ClassVar[int] = 1
+
+    model: str
+    """Class name of the model."""
+    micro_batch: PositiveInt
+    """Samples of the traced micro-batch."""
+    sample: str
+    """The traced input, for people: ``input_ids int64[2, 1024]``."""
+    units: tuple[UnitProfile, ...]
+
+    @property
+    def parameters(self) -> tuple[ParameterProfile, ...]:
+        """All parameters, in the order of their units."""
+        return tuple(parameter for unit in self.units for parameter in unit.parameters)
+
+    @property
+    def model_fingerprint(self) -> str:
+        """Hash of the names, shapes and trainability of all parameters: which model a plan belongs to."""
+        return fingerprint(sorted([p.name, list(p.shape), p.trainable] for p in self.parameters))

@@ -1,0 +1,78 @@
+"""Plans for people: a table of units, alike units together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import groupby
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ds_osdp.plan import Plan, Stage, UnitPlan
+from ds_osdp.quantities import format_bytes, format_seconds
+
+__all__ = ["plan_renderable", "plan_text"]
+
+_NUMBER = re.compile(r"\d+")
+
+
+def plan_text(plan: Plan, width: int = 100) -> str:
+    """The plan as plain text, ``width`` characters wide."""
+    console = Console(width=width, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(plan_renderable(plan))
+    return capture.get().rstrip()
+
+
+def plan_renderable(plan: Plan) -> RenderableType:
+    """The plan as something rich can print: totals, then units by kind and stage."""
+    table = Table(title=f"plan {plan.plan_hash}", title_justify="left")
+    for heading, justify in (("units", "left"), ("count", "right"), ("stage", "right"), ("elements", "right")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for name, units in _classes(plan.units):
+        stage = units[0].stage
+        table.add_row(
+            name,
+            str(len(units)),
+            Text(str(int(stage)), style="green" if stage is Stage.REPLICATED else "cyan"),
+            f"{sum(unit.elements for unit in units):,}",
+        )
+    proof = "proven optimal" if plan.gap == 0 else f"at most {100 * plan.gap:.2g}% from optimal"
+    return Group(
+        Text(
+            f"{format_seconds(plan.step_seconds)} per step predicted ({proof}), {plan.samples_per_second:.3g} samples/s on "
+            f"{plan.world_size} ranks, micro-batch {plan.micro_batch} x accumulation {plan.accumulation}"
+        ),
+        Text(
+            f"{format_bytes(plan.peak_bytes)} peak per rank of {format_bytes(plan.budget_bytes)} allowed, "
+            f"at the {plan.peak_moment}"
+        ),
+        table,
+    )
+
+
+def _classes(units: Iterable[UnitPlan]) -> list[tuple[str, list[UnitPlan]]]:
+    """Units whose names differ in numbers only and that share a stage, in order of first appearance."""
+    found: dict[tuple[str, Stage], list[UnitPlan]] = {}
+    for unit in units:
+        if unit.parameters:
+            found.setdefault((_NUMBER.sub("#", unit.name), unit.stage), []).append(unit)
+    return [(_joined(group), group) for group in found.values()]
+
+
+def _joined(units: list[UnitPlan]) -> str:
+    """``h.0.fc``, ``h.1.fc``, ``h.4.fc`` -> ``h.{0-1,4}.fc``; more than one differing number stays ``#``."""
+    names = [unit.name or "(model)" for unit in units]
+    numbers = [[int(n) for n in _NUMBER.findall(name)] for name in names]
+    differing = [i for i, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1]
+    if len(differing) != 1:
+        return names[0] if len(names) == 1 else _NUMBER.sub("#", names[0])
+    values = sorted(row[differing[0]] for row in numbers)
+    spans = []
+    for _, run in groupby(enumerate(values), key=lambda pair: pair[1] - pair[0]):
+        members = [value for _, value in run]
+        spans.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    position = iter(range(len(numbers[0])))
+    return _NUMBER.sub(lambda match: f"{{{','.join(spans)}}}" if next(position) == differing[0] else match.group(), names[0])
