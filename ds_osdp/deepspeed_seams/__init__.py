@@ -1,0 +1,36 @@
+"""The one door to DeepSpeed: every private name this package uses is behind it."""
+
+from ds_osdp.deepspeed_seams.engine import PlannedEngine, applying, attach, install, installed, uninstall
+from ds_osdp.deepspeed_seams.placement import full_shapes
+from ds_osdp.deepspeed_seams.ranks import (
+    broadcast_from_rank_zero,
+    gather_from_all_ranks,
+    init_distributed,
+    least_of_all_ranks,
+    log_on_rank_zero,
+    on_every_rank,
+    same_on_every_rank,
+)
+from ds_osdp.deepspeed_seams.reading import read_config
+from ds_osdp.deepspeed_seams.seams import SEAMS, check_seams, missing_seams
+
+__all__ = [
+    "SEAMS",
+    "PlannedEngine",
+    "applying",
+    "attach",
+    "broadcast_from_rank_zero",
+    "check_seams",
+    "full_shapes",
+    "gather_from_all_ranks",
+    "init_distributed",
+    "install",
+    "installed",
+    "least_of_all_ranks",
+    "log_on_rank_zero",
+    "missing_seams",
+    "on_every_rank",
+    "read_config",
+    "same_on_every_rank",
+    "uninstall",
+]

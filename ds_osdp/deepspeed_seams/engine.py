@@ -1,0 +1,229 @@
+"""Where a plan enters DeepSpeed: the patches, and one planned engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import deepspeed.comm as dist
+import deepspeed.runtime.zero.stage3 as stage3
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+from ds_osdp.deepspeed_seams import layout
+from ds_osdp.deepspeed_seams.optimizer import PlannedStage3Optimizer, planned_optimizer_class
+from ds_osdp.deepspeed_seams.placement import is_replicated, place, verify
+from ds_osdp.deepspeed_seams.seams import Patch, check_seams, patches_installed
+from ds_osdp.errors import UnsupportedError
+from ds_osdp.plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["PlannedEngine", "applying", "attach", "install", "installed", "uninstall"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A plan on its way into the engine that is being made."""
+
+    plan: Plan
+    check_replicas_every: int
+
+
+_pending: ContextVar[_Pending | None] = ContextVar("ds_osdp_pending_plan", default=None)
+
+
+@contextmanager
+def applying(plan: Plan, *, check_replicas_every: int = 0) -> Iterator[None]:
+    """Engines made inside take ``plan``.  Every rank must hold the same one."""
+    install()
+    token = _pending.set(_Pending(plan, check_replicas_every))
+    try:
+        yield
+    finally:
+        _pending.reset(token)
+
+
+def install() -> None:
+    """Check all seams, then put all patches in place; a second call changes nothing.
+
+    Raises:
+        SeamError: this DeepSpeed does not have them; nothing was patched.
+    """
+    check_seams()
+    for patch in _PATCHES:
+        patch.install()
+
+
+def uninstall() -> None:
+    """Put DeepSpeed back as it was.  Engines that hold a plan must not be used afterwards."""
+    for patch in _PATCHES:
+        patch.undo()
+
+
+def installed() -> list[str]:
+    """Names of the patches in place now."""
+    return list(patches_installed(_PATCHES))
+
+
+class PlannedEngine:
+    """What a user may ask of an engine that holds a plan: ``engine.osdp``."""
+
+    def __init__(self, engine: Any, plan: Plan) -> None:
+        self._engine = engine
+        self.plan = plan
+
+    def check_replicas(self) -> None:
+        """Compare the replicated state of all ranks, bit for bit; every rank must call it.
+
+        Raises:
+            RankMismatchError: on all ranks, naming what differs.
+        """
+        self._engine.optimizer.check_replicas()
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer states this rank holds, counted from the engine's tensors."""
+        optimizer = self._engine.optimizer
+        masters = optimizer.fp32_partitioned_groups_flat
+        states = [v for m in masters for v in optimizer.optimizer.state[m].values() if torch.is_tensor(v)]
+        parameters = [p.ds_tensor for p in self._engine.module.parameters()]
+        held = _storages(parameters)
+        return {
+            "parameters": sum(held.values()),
+            "gradients": sum(_storages([optimizer.grad_partitions_flat_buffer]).values()),
+            # In fp32 the master weights are the parameters themselves: counted once.
+            "optimizer_states": sum(n for key, n in _storages([*masters, *states]).items() if key not in held),
+        }
+
+
+def attach(engine: Any, plan: Plan) -> None:
+    """Compare the engine with the plan and hang the plan's handle on it.
+
+    Raises:
+        PlanMismatchError: the engine was partitioned otherwise.
+    """
+    verify(engine.module.named_parameters(), plan, dist.get_world_size(group=engine.optimizer.dp_process_group))
+    engine.osdp = PlannedEngine(engine, plan)
+
+
+def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+
+
+# -- patches: each is stock DeepSpeed for whatever this package did not mark
+
+
+def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    def configure(self: Any, optimizer: Any) -> Any:
+        pending = _pending.get()
+        if pending is None:
+            return original(self, optimizer)
+        if self.has_moe_layers:
+            raise UnsupportedError("DeepSpeed MoE layers cannot be combined with osdp yet: set osdp.enabled to false")
+        place(self.module, pending.plan)
+        stock = stage3.DeepSpeedZeroOptimizer_Stage3
+        stage3.DeepSpeedZeroOptimizer_Stage3 = planned_optimizer_class(
+            replica_bucket_bytes=pending.plan.replica_bucket_bytes,
+            check_replicas_every=pending.check_replicas_every,
+        )
+        try:
+            return original(self, optimizer)
+        finally:
+            stage3.DeepSpeedZeroOptimizer_Stage3 = stock
+
+    return configure
+
+
+def _get_zero_param_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
+    def shapes(self: Any) -> Any:
+        optimizer = self.optimizer
+        if not isinstance(optimizer, PlannedStage3Optimizer):
+            return original(self)
+        planned = optimizer.fp16_groups
+        optimizer.fp16_groups = [parameters for _, parameters in layout.stock_sub_groups(optimizer)]
+        try:
+            return original(self)
+        finally:
+            optimizer.fp16_groups = planned
+
+    return shapes
+
+
+def _get_param_fragment_func(original: Callable[..., Any]) -> Callable[..., Any]:
+    def fragment(self: Any, param: Any) -> Any:
+        if is_replicated(param):
+            return layout.stock_part(self.optimizer, param, param.ds_tensor.detach()).cpu()
+        return original(self, param)
+
+    return fragment
+
+
+def _load_module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        fragments = checkpoint.get("frozen_param_fragments")
+        if fragments and isinstance(self.optimizer, PlannedStage3Optimizer):
+            parameters = {name: parameter for parameter, name in self.param_names.items()}
+            whole = {
+                name: layout.whole_part(self.optimizer, parameters[name], part.to(parameters[name].ds_tensor.device))
+                for name, part in fragments.items()
+            }
+            checkpoint = {**checkpoint, "frozen_param_fragments": whole}
+        return original(self, checkpoint, *args, **kwargs)
+
+    return load
+
+
+def _gathered_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any) -> None:
+        if modifier_rank is None:
+            original(self, params, None, *args, **kwargs)
+            return
+        if not isinstance(params, torch.Tensor):
+            params = list(params)
+        each = [params] if isinstance(params, torch.Tensor) else params
+        replicated = [p for p in each if is_replicated(p)]
+        if not replicated:
+            original(self, params, modifier_rank, *args, **kwargs)
+            return
+        # DeepSpeed reads modifier_rank as a rank of the parameter's group; in a group of one that is this rank.
+        original(self, params, None, *args, **kwargs)
+        self.osdp_modifier_rank = modifier_rank
+        world = dist.get_world_group()
+        for p in self.params:
+            if is_replicated(p):
+                source = dist.get_rank()
+            else:
+                source = (
+                    modifier_rank if p.ds_process_group == world else dist.get_global_rank(p.ds_process_group, modifier_rank)
+                )
+            self.src_rank_by_group[id(p.ds_process_group)] = source
+        self.src_rank = self.src_rank_by_group[id(self.params[0].ds_process_group)]
+
+    return init
+
+
+def _gathered_exit(original: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(self: Any, *exc: Any) -> Any:
+        modifier_rank = getattr(self, "osdp_modifier_rank", None)
+        if modifier_rank is not None:
+            for p in self.params:
+                if is_replicated(p):
+                    dist.broadcast(p.data, modifier_rank)
+        return original(self, *exc)
+
+    return leave
+
+
+_PATCHES = [
+    Patch(DeepSpeedEngine, "_configure_zero_optimizer", _configure_zero_optimizer),
+    Patch(DeepSpeedEngine, "_get_zero_param_shapes", _get_zero_param_shapes),
+    Patch(DeepSpeedEngine, "_get_param_fragment_func", _get_param_fragment_func),
+    Patch(DeepSpeedEngine, "load_module_state_dict", _load_module_state_dict),
+    Patch(GatheredParameters, "__init__", _gathered_init),
+    Patch(GatheredParameters, "__exit__", _gathered_exit),
+]

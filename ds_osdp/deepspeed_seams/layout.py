@@ -1,0 +1,177 @@
+"""Optimizer states between a planned engine and the layout stock ZeRO-3 saves: the plan never leaks into files.
+
+Stock ZeRO-3 keeps, per sub-group of parameters, one flat tensor with this rank's 1/N of every parameter, each padded to a
+multiple of N.  A planned engine's sub-groups also separate replicated from sharded parameters, and keep the former whole.
+What is saved is the former: so stock DeepSpeed, its converters, another plan and another world size can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
+
+from ds_osdp.deepspeed_seams.placement import is_replicated
+
+__all__ = ["from_stock", "stock_groups", "stock_part", "stock_sub_groups", "to_stock", "whole_part"]
+
+
+def stock_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[Any]]]:
+    """The trainable parameters of the user's optimizer groups: (index of the group, its parameters)."""
+    # As DeepSpeed's is_optimized_parameter: one without elements is in no sub-group.
+    groups = ((i, [p for p in group["params"] if p.requires_grad and p.ds_numel]) for i, group in enumerate(param_groups))
+    return [(i, parameters) for i, parameters in groups if parameters]
+
+
+def stock_sub_groups(optimizer: Any) -> list[tuple[int, list[Any]]]:
+    """The sub-groups stock ZeRO-3 would make of the same parameters (``_create_fp16_sub_groups``)."""
+    sub_groups = []
+    for index, parameters in optimizer.osdp_stock_groups:
+        sizes = [_stock_numel(optimizer, p) for p in parameters]
+        limit = optimizer.sub_group_size
+        if limit is None or limit >= sum(sizes):
+            sub_groups.append((index, list(parameters)))
+            continue
+        current: list[Any] = []
+        filled = 0
+        for parameter, size in zip(parameters, sizes, strict=True):
+            current.append(parameter)
+            filled += size
+            if filled >= limit or parameter is parameters[-1]:
+                sub_groups.append((index, current))
+                current, filled = [], 0
+    return sub_groups
+
+
+def to_stock(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A planned optimizer's state dict, in the layout of stock ZeRO-3.
+
+    No rank holds more than its own stock share beside its state; nothing is communicated.
+    """
+    sub_groups = stock_sub_groups(optimizer)
+    saved = state_dict[OPTIMIZER_STATE_DICT]
+
+    def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        parts = _split(optimizer, flats)
+        return [torch.cat([stock_part(optimizer, p, parts[p.ds_id]) for p in ps]) for _, ps in sub_groups]
+
+    masters = optimizer.fp32_partitioned_groups_flat
+    # torch numbers optimizer parameters in the order of param_groups, not of DeepSpeed's sub-groups.
+    ids = _state_ids([optimizer.sub_group_to_group_id[i] for i in range(len(masters))])
+    states: dict[int, dict[str, Any]] = {}
+    if saved["state"]:
+        own = [saved["state"][ids[i]] for i in range(len(masters))]
+        stock_ids = _state_ids([index for index, _ in sub_groups])
+        for key, example in own[0].items():
+            if _is_flat(example, masters[0]):
+                values: Sequence[Any] = merged([state[key] for state in own])
+            else:
+                values = [_copy(example) for _ in sub_groups]
+            for i, value in enumerate(values):
+                states.setdefault(stock_ids[i], {})[key] = value
+    groups = _renumbered(saved["param_groups"], [index for index, _ in sub_groups])
+    return {
+        **state_dict,
+        FP32_FLAT_GROUPS: merged(masters),
+        OPTIMIZER_STATE_DICT: {"state": dict(sorted(states.items())), "param_groups": groups},
+    }
+
+
+def from_stock(optimizer: Any, state_dict: Mapping[str, Any], load_optimizer_states: bool) -> dict[str, Any]:
+    """A state dict in the layout of stock ZeRO-3, as this planned optimizer keeps it.
+
+    Every replicated parameter is gathered from the ranks' parts, one at a time.
+    """
+    sub_groups = stock_sub_groups(optimizer)
+    masters = optimizer.fp32_partitioned_groups_flat
+
+    def regrouped(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        parts: dict[int, torch.Tensor] = {}
+        for (_, parameters), flat in zip(sub_groups, flats, strict=True):
+            sizes = [_stock_numel(optimizer, p) for p in parameters]
+            for parameter, part in zip(parameters, flat.detach().split(sizes), strict=True):
+                parts[parameter.ds_id] = whole_part(optimizer, parameter, part.to(masters[0].device))
+        return [torch.cat([parts[p.ds_id] for p in group]) for group in optimizer.fp16_groups]
+
+    converted = {**state_dict, FP32_FLAT_GROUPS: regrouped(state_dict[FP32_FLAT_GROUPS])}
+    saved = state_dict[OPTIMIZER_STATE_DICT]
+    if not load_optimizer_states:
+        return converted
+    own_groups = [optimizer.sub_group_to_group_id[i] for i in range(len(masters))]
+    own_ids, stock_ids = _state_ids(own_groups), _state_ids([index for index, _ in sub_groups])
+    states: dict[int, dict[str, Any]] = {}
+    if saved["state"]:
+        stock = [saved["state"][stock_ids[i]] for i in range(len(sub_groups))]
+        for key, example in stock[0].items():
+            if _is_flat(example, state_dict[FP32_FLAT_GROUPS][0]):
+                values: Sequence[Any] = regrouped([state[key] for state in stock])
+            else:
+                values = [_copy(example) for _ in masters]
+            for i, value in enumerate(values):
+                states.setdefault(own_ids[i], {})[key] = value
+    groups = _renumbered(saved["param_groups"], own_groups)
+    return {**converted, OPTIMIZER_STATE_DICT: {"state": states, "param_groups": groups}}
+
+
+def stock_part(optimizer: Any, parameter: Any, part: torch.Tensor) -> torch.Tensor:
+    """The 1/N that stock ZeRO-3 keeps here of ``parameter`` (1-D, zero-padded), out of what a planned engine keeps."""
+    if not is_replicated(parameter):
+        return part
+    size, rank = _stock_numel(optimizer, parameter), dist.get_rank(group=optimizer.dp_process_group)
+    out = torch.zeros(size, dtype=part.dtype, device=part.device)
+    own = part[rank * size : (rank + 1) * size]
+    out[: own.numel()] = own
+    return out
+
+
+def whole_part(optimizer: Any, parameter: Any, part: torch.Tensor) -> torch.Tensor:
+    """What a planned engine keeps of ``parameter``, out of this rank's stock 1/N; replicated ones are gathered."""
+    if not is_replicated(parameter):
+        return part
+    ranks = dist.get_world_size(group=optimizer.dp_process_group)
+    whole = torch.empty(part.numel() * ranks, dtype=part.dtype, device=part.device)
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=optimizer.dp_process_group)
+    return whole[: parameter.ds_numel]
+
+
+def _stock_numel(optimizer: Any, parameter: Any) -> int:
+    return ceil(parameter.ds_numel / dist.get_world_size(group=optimizer.dp_process_group))
+
+
+def _split(optimizer: Any, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The part of every parameter, by DeepSpeed's id, out of one flat tensor per planned sub-group."""
+    return {
+        parameter.ds_id: part
+        for group, flat in zip(optimizer.fp16_groups, flats, strict=True)
+        for parameter, part in zip(group, flat.detach().split([p.partition_numel() for p in group]), strict=True)
+    }
+
+
+def _state_ids(group_of: Sequence[int]) -> list[int]:
+    """Torch's number of the flat parameter of each sub-group, given the optimizer group of each."""
+    order = sorted(range(len(group_of)), key=lambda i: (group_of[i], i))
+    ids = [0] * len(group_of)
+    for number, i in enumerate(order):
+        ids[i] = number
+    return ids
+
+
+def _renumbered(param_groups: Sequence[Mapping[str, Any]], group_of: Sequence[int]) -> list[dict[str, Any]]:
+    """The optimizer's groups with the numbers of their flat parameters set to those of ``group_of``'s sub-groups."""
+    ids = _state_ids(group_of)
+    return [
+        {**group, "params": sorted(ids[i] for i, owner in enumerate(group_of) if owner == g)}
+        for g, group in enumerate(param_groups)
+    ]
+
+
+def _is_flat(value: Any, flat: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.dim() == 1 and value.numel() == flat.numel()
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if torch.is_tensor(value) else value

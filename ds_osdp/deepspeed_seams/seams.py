@@ -1,0 +1,161 @@
+"""The table of seams: every private name of DeepSpeed this package leans on, checked before the first is patched.
+
+A seam states the parameters we wrote against, so that a DeepSpeed that moved is an error at start and not a wrong
+number at hour nine.  Patches are installed together and undone together; each dispatches on what this package marked
+(a pending plan, a planned parameter) and leaves everything else to stock DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from packaging.version import Version
+
+from ds_osdp.errors import SeamError
+
+__all__ = ["SEAMS", "Patch", "Seam", "check_seams", "missing_seams", "patches_installed"]
+
+_STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+_GATHERED = "deepspeed.runtime.zero.partition_parameters:GatheredParameters"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A private callable of DeepSpeed, the parameters we wrote against, and our reason."""
+
+    owner: str
+    """``package.module:Class``."""
+    name: str
+    parameters: tuple[str, ...]
+    """The leading parameters after ``self``; DeepSpeed may add to them, not change them."""
+    reason: str
+    since: str = "0.19.3"
+    """The first DeepSpeed that has it."""
+
+    def problem(self) -> str | None:
+        """What is wrong with it in the DeepSpeed that is installed; None when nothing is."""
+        module_name, _, class_name = self.owner.partition(":")
+        try:
+            owner = getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError):
+            return f"{self.owner} is missing"
+        if not hasattr(owner, self.name):
+            return None if _installed() < Version(self.since) else f"{class_name}.{self.name} is missing"
+        found = tuple(inspect.signature(_undecorated(getattr(owner, self.name))).parameters)
+        found = found[1:] if found[:1] == ("self",) else found
+        if found[: len(self.parameters)] != self.parameters:
+            return f"{class_name}.{self.name} takes ({', '.join(found)}), not ({', '.join(self.parameters)})"
+        return None
+
+
+SEAMS = (
+    Seam(_ENGINE, "_configure_zero_optimizer", ("optimizer",), "places parameters before they are partitioned"),
+    Seam(_ENGINE, "_get_zero_param_shapes", (), "files list parameters in the stock order"),
+    Seam(_ENGINE, "_get_param_fragment_func", ("param",), "frozen parameters are saved as this rank's 1/N"),
+    Seam(_ENGINE, "load_module_state_dict", ("checkpoint",), "frozen fragments are read back into whole copies"),
+    Seam(_STAGE3, "_get_param_partition_group", ("param",), "sub-groups follow the group of each parameter"),
+    Seam(_STAGE3, "_get_trainable_parameter_groups", (), "the stock order of parameters is remembered before it is split"),
+    Seam(
+        _STAGE3,
+        "reduce_independent_p_g_buckets_and_remove_grads",
+        ("param",),
+        "gradients of copies skip the reduce-scatter",
+    ),
+    Seam(_STAGE3, "independent_gradient_partition_epilogue", (), "all-reduces of copies are waited for after backward"),
+    Seam(
+        _STAGE3,
+        "finalize_gradient_accumulation_boundary",
+        (),
+        "unmanaged accumulation reduces copies at step()",
+        since="0.19.8",
+    ),
+    Seam(_STAGE3, "_get_fp32_grad_state_partition", ("param", "release_swap_buffers"), "the accumulator of one gradient"),
+    Seam(_STAGE3, "get_grad_norm_direct", ("gradients", "params"), "norms of copies need no collective"),
+    Seam(_STAGE3, "_post_step", ("timer_names",), "copies are available again after the step, without a gather"),
+    Seam(_STAGE3, "_rigid_state_dict", (), "optimizer states are saved in the stock layout"),
+    Seam(_STAGE3, "_rigid_load_state_dict", ("state_dict", "load_optimizer_states"), "and read from it"),
+    Seam(
+        _STAGE3,
+        "load_hp_checkpoint_state_from_checkpoint_dir_stage3",
+        ("checkpoint_dir",),
+        "a universal checkpoint gives sub-groups one step tensor to share, which then counts too fast",
+    ),
+    Seam(_INIT, "_convert_to_deepspeed_param", ("param",), "reads ds_zero_partition_process_group: the mechanism itself"),
+    Seam(_INIT, "_partition_param", ("param",), "re-partitions a parameter that zero.Init spread over the world"),
+    Seam(_GATHERED, "__init__", ("params", "modifier_rank"), "a modified copy must reach the other copies"),
+    Seam(_GATHERED, "__exit__", ("exc",), "where the modified values are broadcast"),
+)
+
+
+def _undecorated(function: Any) -> Any:
+    """What DeepSpeed's ``instrument_w_nvtx`` wraps: it forwards any arguments and keeps no ``__wrapped__``."""
+    if tuple(inspect.signature(function).parameters) == ("args", "kwargs"):
+        inner = [cell.cell_contents for cell in function.__closure__ or () if callable(cell.cell_contents)]
+        if len(inner) == 1:
+            return inner[0]
+    return function
+
+
+def _installed() -> Version:
+    return Version(version("deepspeed").split("+")[0])
+
+
+# What the mechanism is: a DeepSpeed without it accepts the attribute and shards everything.
+_MECHANISM = "ds_zero_partition_process_group"
+
+
+def missing_seams() -> list[str]:
+    """What the installed DeepSpeed lacks; empty when everything is as this package was written against."""
+    problems = [problem for seam in SEAMS if (problem := seam.problem()) is not None]
+    if not problems:
+        from deepspeed.runtime.zero.partition_parameters import Init
+
+        if _MECHANISM not in inspect.getsource(Init._convert_to_deepspeed_param):
+            problems.append(f"Init._convert_to_deepspeed_param does not read {_MECHANISM} (per-parameter groups, 0.19.3)")
+    return problems
+
+
+def check_seams() -> None:
+    """Raise unless every seam is there.
+
+    Raises:
+        SeamError: naming the seams that are missing or have moved.
+    """
+    problems = missing_seams()
+    if problems:
+        raise SeamError(
+            f"DeepSpeed {version('deepspeed')} does not fit this ds_osdp: {'; '.join(problems)}. "
+            "Install deepspeed>=0.19.3,<0.20, or a newer ds_osdp"
+        )
+
+
+class Patch:
+    """A method of a DeepSpeed class that is wrapped while installed."""
+
+    def __init__(self, owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self.owner, self.name, self.wrap = owner, name, wrap
+        self.original: Any = None
+
+    def install(self) -> None:
+        """Put the wrapper in place; a second call changes nothing."""
+        if self.original is None:
+            self.original = self.owner.__dict__[self.name]
+            setattr(self.owner, self.name, self.wrap(self.original))
+
+    def undo(self) -> None:
+        """Put the original back."""
+        if self.original is not None:
+            setattr(self.owner, self.name, self.original)
+            self.original = None
+
+
+def patches_installed(patches: list[Patch]) -> Iterator[str]:
+    """The names of the patches that are in place now."""
+    return (f"{patch.owner.__name__}.{patch.name}" for patch in patches if patch.original is not None)
