@@ -157,7 +157,10 @@ def _check(ds_config: dict[str, Any], call: dict[str, Any], world_size: int) -> 
 def _plan(section: OsdpConfig, model: nn.Module, job: Job) -> Plan:
     """Every rank helps to measure; rank 0 plans, the others get its plan."""
     ranks_per_node = _ranks_per_node(job.world_size)
-    cluster = seams.on_every_rank(section.load_cluster) or measure.measure_cluster(ranks_per_node=ranks_per_node)
+    dtype = getattr(torch, job.parameter_dtype)
+    cluster = seams.on_every_rank(section.load_cluster)
+    if cluster is None:
+        cluster = measure.measure_cluster(ranks_per_node=ranks_per_node, dtype=dtype)
     budget = section.memory_budget
     if budget is None:
         budget = int(DEFAULT_BUDGET_SHARE * seams.least_of_all_ranks(measure.free_bytes(ranks_per_node)))

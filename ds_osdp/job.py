@@ -153,13 +153,13 @@ def _batch_sizes(ds_config: Mapping[str, Any], world_size: int) -> tuple[int, in
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{key} is {value!r}: osdp needs a positive number to plan with")
     train, micro, accumulation = values
-    if micro is None and train is None:
-        raise ConfigError("the DeepSpeed configuration gives neither train_batch_size nor train_micro_batch_size_per_gpu")
-    if micro is None:
+    if micro is not None:
+        accumulation = accumulation or (train // (world_size * micro) if train is not None else 1)
+    elif train is not None:
         accumulation = accumulation or 1
         micro = train // (world_size * accumulation)
-    elif accumulation is None:
-        accumulation = train // (world_size * micro) if train is not None else 1
+    else:
+        raise ConfigError("the DeepSpeed configuration gives neither train_batch_size nor train_micro_batch_size_per_gpu")
     if micro < 1 or accumulation < 1 or (train is not None and train != micro * accumulation * world_size):
         raise ConfigError(
             f"train_batch_size {train} is not micro-batch {micro} x accumulation {accumulation} x {world_size} ranks"

@@ -75,6 +75,8 @@ class Plan(Document):
     """(step - bound) / step: 0 means proven optimal."""
     samples_per_second: NonNegativeFloat
     budget_bytes: PositiveInt
+    resident_bytes: NonNegativeInt
+    """Parameters, gradients and optimizer states held between steps."""
     peak_bytes: NonNegativeInt
     peak_moment: str
     replica_bucket_bytes: PositiveInt

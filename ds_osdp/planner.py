@@ -64,6 +64,7 @@ def make_plan(
         gap=_gap(totals.step_ns, bound_ns),
         samples_per_second=problem.samples_per_step / (totals.step_ns / 1e9) if totals.step_ns else 0.0,
         budget_bytes=budget_bytes,
+        resident_bytes=totals.resident_bytes,
         peak_bytes=totals.peak_bytes,
         peak_moment=totals.peak_moment,
         replica_bucket_bytes=replica_bucket_bytes(cluster, job.world_size),

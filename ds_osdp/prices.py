@@ -21,6 +21,7 @@ from ds_osdp.profile import DTYPE_BYTES, ModelProfile, ParameterProfile, UnitPro
 __all__ = [
     "Instance",
     "Moment",
+    "Operation",
     "Option",
     "Price",
     "Totals",
@@ -128,6 +129,7 @@ class Totals:
     """A choice of one option per unit, added up."""
 
     step_ns: int
+    resident_bytes: int
     peak_bytes: int
     peak_moment: str
 
@@ -268,7 +270,8 @@ def evaluate(problem: Instance, choice: Sequence[int]) -> Totals:
         ((moment_bytes(moment, chosen, stage), moment.name) for moment in problem.moments), key=lambda pair: pair[0]
     )
     step = problem.accumulation * forward + (problem.accumulation - 1) * between + last + update
-    return Totals(step_ns=step, peak_bytes=peak_bytes, peak_moment=peak_moment)
+    resident = sum(p.resident_bytes for p in chosen)
+    return Totals(step_ns=step, resident_bytes=resident, peak_bytes=peak_bytes, peak_moment=peak_moment)
 
 
 def moment_bytes(moment: Moment, chosen: Sequence[Price], stage: Sequence[Stage]) -> int:

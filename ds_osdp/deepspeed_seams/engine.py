@@ -24,7 +24,7 @@ from ds_osdp.plan import Plan
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PlannedEngine", "applying", "attach", "install", "installed", "uninstall"]
+__all__ = ["PlannedEngine", "applying", "attach", "install", "installed", "state_bytes", "uninstall"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +86,20 @@ class PlannedEngine:
         """
         self._engine.optimizer.check_replicas()
 
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and optimizer states this rank holds, counted from the engine's tensors."""
-        optimizer = self._engine.optimizer
-        masters = optimizer.fp32_partitioned_groups_flat
-        states = [v for m in masters for v in optimizer.optimizer.state[m].values() if torch.is_tensor(v)]
-        parameters = [p.ds_tensor for p in self._engine.module.parameters()]
-        held = _storages(parameters)
-        return {
-            "parameters": sum(held.values()),
-            "gradients": sum(_storages([optimizer.grad_partitions_flat_buffer]).values()),
-            # In fp32 the master weights are the parameters themselves: counted once.
-            "optimizer_states": sum(n for key, n in _storages([*masters, *states]).items() if key not in held),
-        }
+
+def state_bytes(engine: Any) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer states this rank holds between steps, counted from the tensors.
+
+    Works on any ZeRO-3 engine, planned or stock.
+    """
+    optimizer = engine.optimizer
+    masters = optimizer.fp32_partitioned_groups_flat
+    states = [v for m in masters for v in optimizer.optimizer.state[m].values() if torch.is_tensor(v)]
+    return {
+        "parameters": _storage_bytes([p.ds_tensor for p in engine.module.parameters()]),
+        "gradients": _storage_bytes([optimizer.grad_partitions_flat_buffer]),
+        "optimizer_states": _storage_bytes([*masters, *states]),
+    }
 
 
 def attach(engine: Any, plan: Plan) -> None:
@@ -111,8 +112,8 @@ def attach(engine: Any, plan: Plan) -> None:
     engine.osdp = PlannedEngine(engine, plan)
 
 
-def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+def _storage_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
 # -- patches: each is stock DeepSpeed for whatever this package did not mark

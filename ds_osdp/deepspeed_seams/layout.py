@@ -8,7 +8,6 @@ What is saved is the former: so stock DeepSpeed, its converters, another plan an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil
 from typing import Any
 
 import deepspeed.comm as dist
@@ -93,7 +92,7 @@ def from_stock(optimizer: Any, state_dict: Mapping[str, Any], load_optimizer_sta
         parts: dict[int, torch.Tensor] = {}
         for (_, parameters), flat in zip(sub_groups, flats, strict=True):
             sizes = [_stock_numel(optimizer, p) for p in parameters]
-            for parameter, part in zip(parameters, flat.detach().split(sizes), strict=True):
+            for parameter, part in zip(parameters, torch.split(flat.detach(), sizes), strict=True):
                 parts[parameter.ds_id] = whole_part(optimizer, parameter, part.to(masters[0].device))
         return [torch.cat([parts[p.ds_id] for p in group]) for group in optimizer.fp16_groups]
 
@@ -139,7 +138,7 @@ def whole_part(optimizer: Any, parameter: Any, part: torch.Tensor) -> torch.Tens
 
 
 def _stock_numel(optimizer: Any, parameter: Any) -> int:
-    return ceil(parameter.ds_numel / dist.get_world_size(group=optimizer.dp_process_group))
+    return -(-int(parameter.ds_numel) // dist.get_world_size(group=optimizer.dp_process_group))
 
 
 def _split(optimizer: Any, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -147,7 +146,7 @@ def _split(optimizer: Any, flats: Sequence[torch.Tensor]) -> dict[int, torch.Ten
     return {
         parameter.ds_id: part
         for group, flat in zip(optimizer.fp16_groups, flats, strict=True)
-        for parameter, part in zip(group, flat.detach().split([p.partition_numel() for p in group]), strict=True)
+        for parameter, part in zip(group, torch.split(flat.detach(), [p.partition_numel() for p in group]), strict=True)
     }
 
 

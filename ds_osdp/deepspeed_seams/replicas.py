@@ -99,7 +99,7 @@ class ReplicaReducer:
             self._launch_next()
         for bucket in self._buckets:
             bucket.work.wait()
-            if bucket.wire is not bucket.flat:
+            if bucket.wire is not None and bucket.wire is not bucket.flat:
                 bucket.flat.copy_(bucket.wire)
         for view, gradient in self._late:
             gradient.div_(self._world_size)
@@ -129,14 +129,15 @@ def _make_buckets(slots: list[GradientSlot], flat: torch.Tensor, bucket_bytes: i
     capacity = max(1, bucket_bytes // flat.element_size())
     runs: list[list[GradientSlot]] = []
     end = -1
-    for slot in sorted(slots, key=lambda s: s.view.storage_offset()):
-        begin = slot.view.storage_offset()
-        if begin != end or begin + slot.view.numel() - runs[-1][0].view.storage_offset() > capacity:
+    for slot in sorted(slots, key=_begin):
+        begin = _begin(slot)
+        if begin != end or begin + slot.view.numel() - _begin(runs[-1][0]) > capacity:
             runs.append([])
         runs[-1].append(slot)
         end = begin + slot.view.numel()
-    origin = flat.storage_offset()
-    return [
-        _Bucket(run, flat.narrow(0, run[0].view.storage_offset() - origin, sum(slot.view.numel() for slot in run)))
-        for run in runs
-    ]
+    origin = int(flat.storage_offset())
+    return [_Bucket(run, flat.narrow(0, _begin(run[0]) - origin, sum(slot.view.numel() for slot in run))) for run in runs]
+
+
+def _begin(slot: GradientSlot) -> int:
+    return int(slot.view.storage_offset())

@@ -1,0 +1,45 @@
+# `make demo` and `make test` set up everything they need; nothing has to be installed before.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test check lint types layers format clean
+
+help:
+	@echo "make demo    train a small GPT with stock ZeRO-3, then with a plan, and compare (3 minutes)"
+	@echo "make test    run the tests"
+	@echo "make check   lint, types, import layers and tests"
+	@echo "make format  reformat the code"
+
+# torch comes first and pinned: a range would pull several GB of CUDA on a machine that may have no GPU.
+$(READY): pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --editable ".[hf,plot,dev]"
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo/run.py
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+layers: $(READY)
+	$(BIN)/lint-imports
+
+check: lint types layers test
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build $(VENV)

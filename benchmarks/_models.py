@@ -1,0 +1,67 @@
+"""The model and the data of the benchmarks: the same for every system, given the same arguments and seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The size of a GPT; `tokens` is the length of a sequence."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    tokens: int
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP, each behind a layer norm."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden = config.hidden
+        self.heads = config.heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.fc_in, self.fc_out = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, tokens, hidden) to the same shape."""
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.ln_1(x)).chunk(3, -1))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        mlp: Tensor = self.fc_out(functional.gelu(self.fc_in(self.ln_2(x))))
+        return x + mlp
+
+
+class GPT(nn.Module):
+    """A decoder that answers with its loss, so that every system can call it alike."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(config.vocab, config.hidden), nn.Embedding(config.tokens, config.hidden)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.ln_f = nn.LayerNorm(config.hidden)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Next-token loss of (batch, tokens) token ids."""
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.h:
+            x = block(x)
+        logits = self.head(self.ln_f(x))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def token_batches(config: GPTConfig, *, count: int, micro_batch: int, seed: int) -> list[Tensor]:
+    """Random token ids, one (micro_batch, tokens) tensor per micro-step; give each rank its own seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(config.vocab, (micro_batch, config.tokens), generator=generator, dtype=torch.int64) for _ in range(count)
+    ]

@@ -1,0 +1,255 @@
+"""Step times of ds_osdp beside stock ZeRO-3 and DDP, between hosts whose links are limited (see netlab.py).
+
+    python benchmarks/engine_overhead.py --json [--rate 1gbit --hosts 2 --repeats 3 --steps 6] [--only a1]
+
+Three comparisons, all in fp32 with the same model, data, AdamW and clipping:
+
+- `overhead`: ds_osdp with every parameter at stage 3 does what stock ZeRO-3 does, so it may not cost more;
+- `a1`, `a4`: ds_osdp with every parameter at stage 0, with gradient accumulation 1 and 4, against the fastest of the
+  stock tunings and against DDP, which moves the least bytes that data parallelism can.
+
+The systems alternate (A B C, C B A, ...), so that a drift of the machine reaches all alike. A system's seconds are the
+median of its runs' medians. Differences below five per cent are noise; run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from netlab import NetLab, NetLabError, RanksFailedError, exit_on_signals, run_ranks
+
+WORKER = Path(__file__).with_name("_worker.py")
+SEED = 0
+CLIPPING = 1.0  # said aloud: DeepSpeed clips at 1.0 when its JSON says nothing
+LOSS_TOLERANCE = 1e-5  # relative; the systems sum gradients in different orders
+
+# DeepSpeed's default sizes are made for billions of parameters. A model as small as this one fits into one of its gradient
+# buckets, so that nothing is reduced during backward, and into its live parameters, so that prefetching keeps what forward
+# gathered and backward gathers nothing again. Stage 3 is compared at sizes that a large model would meet.
+SHARDED = {"stage3_param_persistence_threshold": 0}
+SMALL_BUCKETS = SHARDED | {"reduce_bucket_size": 2_000_000, "stage3_prefetch_bucket_size": 2_000_000}
+GATHERED_TWICE = SMALL_BUCKETS | {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 6_000_000}
+PERSISTENT = {"stage3_param_persistence_threshold": 10**12}
+
+
+@dataclass(frozen=True)
+class System:
+    """A program of _worker.py, its `zero_optimization` sizes, and the stage ds_osdp pins every parameter to."""
+
+    program: str
+    sizes: dict[str, int]
+    stage: int | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Systems that are run in turns, at one gradient accumulation."""
+
+    accumulate: int
+    systems: dict[str, System]
+
+
+OVERHEAD = {
+    # ds_osdp goes first: where it does not run, there is nothing to compare.
+    "osdp_stage3": System("ds_osdp", GATHERED_TWICE, stage=3),
+    "zero3": System("deepspeed", GATHERED_TWICE),
+}
+STOCK_TUNINGS = {
+    "zero3_default": System("deepspeed", SHARDED),
+    "zero3_small_buckets": System("deepspeed", SMALL_BUCKETS),
+    "zero3_persistent": System("deepspeed", PERSISTENT),
+}
+REPLICATED = {"osdp_stage0": System("ds_osdp", SMALL_BUCKETS, stage=0), "ddp": System("ddp", {}), **STOCK_TUNINGS}
+COMPARISONS = {"overhead": Comparison(1, OVERHEAD), "a1": Comparison(1, REPLICATED), "a4": Comparison(4, REPLICATED)}
+
+
+class MeasurementError(RuntimeError):
+    """A run failed: which one, and the end of its ranks' logs."""
+
+
+Run = dict[str, Any]  # step_seconds, losses, median_seconds
+Runs = dict[str, list[Run]]  # by system
+
+
+def deepspeed_config(system: System, accumulate: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The JSON the system is started with; DDP reads its batch sizes, optimizer and clipping from it."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": arguments.micro_batch,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": CLIPPING,
+        "optimizer": {
+            "type": "AdamW",
+            # torch_adam: DeepSpeed would otherwise compile a fused one, and DDP would need the same.
+            "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True},
+        },
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    if system.program != "ddp":
+        config["zero_optimization"] = {"stage": 3, **system.sizes}
+    if system.stage is not None:
+        config["osdp"] = {
+            "memory_budget": "64GiB",
+            "rules": [{"match": "*", "stage": system.stage}],
+            "input": {"ids": {"shape": [arguments.tokens], "dtype": "int64"}},
+        }
+    return config
+
+
+def configs(comparison: Comparison, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The JSON of each system."""
+    return {name: deepspeed_config(system, comparison.accumulate, arguments) for name, system in comparison.systems.items()}
+
+
+def run_once(system: System, accumulate: int, arguments: argparse.Namespace, lab: NetLab | None) -> Run:
+    """Start the ranks of one system and read what rank 0 measured."""
+    request = {
+        "system": system.program,
+        "model": {name: getattr(arguments, name) for name in ("layers", "hidden", "heads", "vocab", "tokens")},
+        "config": deepspeed_config(system, accumulate, arguments),
+        "warmup": arguments.warmup,
+        "steps": arguments.steps,
+        "seed": SEED,
+    }
+    with tempfile.TemporaryFile() as output:
+        run_ranks(
+            [sys.executable, str(WORKER), json.dumps(request)],
+            world=arguments.hosts * arguments.ranks_per_host,
+            lab=lab,
+            stdout=output,
+            timeout_seconds=arguments.timeout_seconds,
+        )
+        output.seek(0)
+        run: Run = json.loads(output.read())
+    return run | {"median_seconds": statistics.median(run["step_seconds"])}
+
+
+def compare(comparison: Comparison, arguments: argparse.Namespace, lab: NetLab | None) -> Runs:
+    """Run the systems in alternating order; raises MeasurementError."""
+    runs: Runs = {name: [] for name in comparison.systems}
+    for repeat in range(arguments.repeats):
+        for name in list(runs)[:: -1 if repeat % 2 else 1]:
+            label = f"{name}, accumulation {comparison.accumulate}, run {repeat + 1} of {arguments.repeats}"
+            try:
+                run = run_once(comparison.systems[name], comparison.accumulate, arguments, lab)
+            except RanksFailedError as error:
+                raise MeasurementError(f"could not measure {label}:\n{error}") from error
+            runs[name].append(run)
+            print(f"{label}: {run['median_seconds']:.3f} s per step", file=sys.stderr)
+    return runs
+
+
+def system_seconds(runs: Runs) -> dict[str, float]:
+    """Seconds per step of each system."""
+    return {name: statistics.median(run["median_seconds"] for run in of_system) for name, of_system in runs.items()}
+
+
+def loss_difference(runs: Runs) -> float:
+    """The largest relative difference of any run's losses from the first run's."""
+    every: list[list[float]] = [run["losses"] for of_system in runs.values() for run in of_system]
+    return max(abs(loss - first) / abs(first) for losses in every for loss, first in zip(losses, every[0], strict=True))
+
+
+def ratios(part: str, seconds: dict[str, float]) -> dict[str, float | str]:
+    """The numbers the comparison was made for; a speed-up is stock seconds over ours."""
+    if part == "overhead":
+        return {"stage3_over_stock": seconds["osdp_stage3"] / seconds["zero3"]}
+    ours = seconds["osdp_stage0"]
+    best = min(STOCK_TUNINGS, key=seconds.__getitem__)
+    return {
+        f"stage0_speedup_{part}": seconds[best] / ours,
+        f"best_stock_tuning_{part}": best,
+        f"stage0_speedup_{part}_over_default": seconds["zero3_default"] / ours,
+        f"stage0_over_ddp_{part}": ours / seconds["ddp"],
+    }
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Make the comparisons asked for; the result holds the ratios first, then all they were made from."""
+    parts = [arguments.only] if arguments.only else list(COMPARISONS)
+    environment = {
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "load_average_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "deepspeed": version("deepspeed"),
+    }
+    lab = None if arguments.loopback else NetLab(arguments.hosts, arguments.rate)
+    with lab or nullcontext():
+        runs = {part: compare(COMPARISONS[part], arguments, lab) for part in parts}
+    seconds = {part: system_seconds(runs[part]) for part in parts}
+    difference = max(loss_difference(runs[part]) for part in parts)
+    return {
+        **{name: value for part in parts for name, value in ratios(part, seconds[part]).items()},
+        "losses_equal": difference <= LOSS_TOLERANCE,
+        "loss_difference": difference,
+        "seconds": seconds,
+        "environment": environment,
+        "settings": vars(arguments) | {"seed": SEED, "gradient_clipping": CLIPPING, "loss_tolerance": LOSS_TOLERANCE},
+        "configs": {part: configs(COMPARISONS[part], arguments) for part in parts},
+        "runs": runs,
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a short table")
+    parser.add_argument("--only", choices=COMPARISONS, help="make one comparison (default: all)")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--rate", default="1gbit", help="limit of each host's link, each way, in tc's words")
+    parser.add_argument("--loopback", action="store_true", help="no lab and no root; measures no network")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=2, help="steps not counted; ZeRO-3 records its trace in them")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--timeout-seconds", type=float, default=900.0, help="limit of each run")
+    arguments = parser.parse_args()
+    if min(arguments.repeats, arguments.warmup, arguments.steps) < 1:
+        parser.error("--repeats, --warmup and --steps must be at least 1")
+    arguments.loopback |= arguments.hosts == 1
+    if arguments.loopback:
+        arguments.rate = None  # so that the settings in the result do not claim a limit
+    return arguments
+
+
+def main() -> int:
+    """Run the command line: 0 when measured, 2 where there can be no lab, 1 when a run failed."""
+    arguments = _arguments()
+    exit_on_signals()
+    try:
+        result = measure(arguments)
+    except NetLabError as error:
+        print(f"engine_overhead: {error}", file=sys.stderr)
+        return 2
+    except MeasurementError as error:
+        print(f"engine_overhead: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        for name, value in result.items():
+            if not isinstance(value, dict):
+                print(f"{name:32} {value:.3g}" if isinstance(value, float) else f"{name:32} {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

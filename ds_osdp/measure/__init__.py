@@ -1,0 +1,15 @@
+"""Measure: a torch module becomes a profile, a process group a cluster."""
+
+from ds_osdp.measure.links import free_bytes, measure_cluster, measure_device
+from ds_osdp.measure.sample import InputTensor, Sample, sample_for
+from ds_osdp.measure.trace import profile_model
+
+__all__ = [
+    "InputTensor",
+    "Sample",
+    "free_bytes",
+    "measure_cluster",
+    "measure_device",
+    "profile_model",
+    "sample_for",
+]

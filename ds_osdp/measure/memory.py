@@ -1,0 +1,122 @@
+"""Which bytes are alive while a unit is at work: a ledger of storages, read after the fact.
+
+Which storages are kept for backward is known when the forward is over, not when they are born.  So the ledger writes births
+and deaths down as they come, and peaks are found by going through them once more.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+__all__ = ["StorageLedger"]
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One storage.  Units are numbered in the order of their first forward."""
+
+    nbytes: int
+    unit: int
+    """The unit at work when an operator made it."""
+    is_input: bool = False
+    saved: int | None = None
+    """The unit at work when it was first saved for backward."""
+    is_gradient: bool = False
+    """It is the gradient of a parameter of the unit that made it."""
+    reference: weakref.ref[torch.UntypedStorage] | None = None
+
+
+@dataclass(slots=True)
+class StorageLedger:
+    """Births, deaths and purposes of all storages of one traced step."""
+
+    resident: frozenset[int]
+    """Storages of parameters and buffers: alive anyway, and never counted."""
+    inputs: set[int] = field(default_factory=set)
+    """Storages of the model's inputs: alive all the time, and kept by the unit that saves them."""
+    unit: int = 0
+    """The unit at work."""
+    _alive: dict[int, _Entry] = field(default_factory=dict)
+    _events: list[tuple[int, _Entry, int]] = field(default_factory=list)
+    """(unit at work, storage, change in bytes)"""
+    _kept: Counter[int] = field(default_factory=Counter)
+    """Bytes that operators made and backward needs, by unit."""
+
+    def enter(self, unit: int) -> None:
+        """From now on ``unit`` is at work; what is alive now is alive during its work too."""
+        self.unit = unit
+        self._events.append((unit, _NOTHING, 0))
+
+    def made(self, tensors: Iterable[torch.Tensor]) -> None:
+        """An operator returned ``tensors``."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._alive and key not in self.resident and key not in self.inputs:
+                entry = self._add(storage)
+                self._events.append((self.unit, entry, entry.nbytes))
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """Autograd saved ``tensor`` for backward."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self.resident:
+            return
+        entry = self._alive.get(storage._cdata)
+        if entry is None:  # No operator made it.
+            entry = self._add(storage)
+            entry.is_input = True
+        if entry.saved is None:
+            entry.saved = self.unit
+
+    def accumulated(self, gradient: torch.Tensor) -> None:
+        """``gradient`` is complete: if the unit at work made it, its memory is priced with the unit's parameters."""
+        entry = self._alive.get(gradient.untyped_storage()._cdata)
+        if entry is not None and entry.unit == self.unit:
+            entry.is_gradient = True
+
+    def end_forward(self) -> Counter[int]:
+        """What is alive now is kept for backward.
+
+        Returns:
+            Kept bytes, inputs among them, by unit: the one that saved the storage first; or, for what the graph holds without
+            having saved it (inputs of checkpointed blocks, attributes of a context), the one that made it.
+        """
+        gc.collect()  # A reference cycle among the forward's leftovers would look like something kept.
+        inputs: Counter[int] = Counter()
+        for entry in self._alive.values():
+            unit = entry.unit if entry.saved is None else entry.saved
+            (inputs if entry.is_input else self._kept)[unit] += entry.nbytes
+        return self._kept + inputs
+
+    def peaks_beyond_kept(self) -> Counter[int]:
+        """By unit, the most bytes alive during its work, beyond what it and the units before it keep for backward."""
+        units = 1 + max((unit for unit, _, _ in self._events), default=0)
+        kept_so_far = list(accumulate(self._kept[unit] for unit in range(units)))
+        peaks: Counter[int] = Counter()
+        alive = 0
+        for unit, entry, change in self._events:
+            alive += 0 if entry.is_gradient else change
+            peaks[unit] = max(peaks[unit], alive - kept_so_far[unit])
+        return peaks
+
+    def _add(self, storage: torch.UntypedStorage) -> _Entry:
+        key = storage._cdata
+        entry = _Entry(storage.nbytes(), self.unit)
+        entry.reference = weakref.ref(storage, lambda _: self._died(key))
+        self._alive[key] = entry
+        return entry
+
+    def _died(self, key: int) -> None:
+        entry = self._alive.pop(key)
+        if not entry.is_input:
+            self._events.append((self.unit, entry, -entry.nbytes))
+
+
+_NOTHING = _Entry(0, 0)

@@ -1,0 +1,24 @@
+"""What a training test varies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Case:
+    """One way of training; the plan is added to it."""
+
+    name: str
+    steps: int = 10
+    accumulation: int = 1
+    bf16: bool = False
+    model: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    frozen: str = ""
+    zero_init: bool = False
+    seed_by_rank: bool = False
+    groups: bool = False
+    drive: str = "micro_steps"

@@ -1,0 +1,56 @@
+"""Small models that the tests train."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCABULARY, TOKENS = 97, 16
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.fc1, self.fc2 = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, hidden = x.shape
+        q, k, v = (t.view(batch, tokens, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).reshape(batch, tokens, hidden))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
+
+
+class GPT(nn.Module):
+    """Odd sizes on purpose: partitions need padding.  ``forward`` returns the loss."""
+
+    def __init__(self, hidden: int = 36, layers: int = 3, tied: bool = False, checkpoint: str = "") -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, hidden), nn.Embedding(TOKENS, hidden)
+        self.h = nn.ModuleList(Block(hidden) for _ in range(layers))
+        self.ln_f, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.wte.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.h:
+            if self.checkpoint:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.checkpoint == "reentrant")
+            else:
+                x = block(x)
+        logits = self.head(self.ln_f(x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def batch(seed: int, rank: int, samples: int = 2) -> torch.Tensor:
+    """Token ids [samples, TOKENS] of one micro-step on one rank."""
+    generator = torch.Generator().manual_seed(
+        1000 * (seed % 3) + rank
+    )  # three batches again and again: there is something to learn
+    return torch.randint(0, VOCABULARY, (samples, TOKENS), generator=generator)
