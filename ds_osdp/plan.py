@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -10,7 +11,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_valida
 from ds_osdp.errors import PlanMismatchError
 from ds_osdp.frozen import Document, Frozen, fingerprint
 
-__all__ = ["BUILT_STAGES", "Plan", "Provenance", "Stage", "UnitPlan"]
+__all__ = ["BUILT_STAGES", "Plan", "Provenance", "Stage", "UnitPlan", "model_fingerprint"]
 
 
 class Stage(IntEnum):
@@ -50,10 +51,16 @@ class Provenance(Frozen):
 
     model: str
     model_fingerprint: str
+    """Hash of the names and shapes of all parameters."""
     cluster: str
     sample: str
     solver: str
     ds_osdp_version: str
+
+
+def model_fingerprint(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Hash of the names and full shapes of a model's parameters: which model a plan belongs to."""
+    return fingerprint(sorted([name, list(shape)] for name, shape in shapes.items()))
 
 
 class Plan(Document):
@@ -113,7 +120,7 @@ class Plan(Document):
             )
         return plan.model_dump()
 
-    def check_belongs(self, parameters: dict[str, tuple[int, ...]], world_size: int) -> None:
+    def check_belongs(self, parameters: Mapping[str, Sequence[int]], world_size: int) -> None:
         """Check that this plan was made for a model with these parameters (name to full shape) on ``world_size`` ranks.
 
         Raises:
@@ -134,4 +141,9 @@ class Plan(Document):
                     for names, what in ((missing, "are not in the plan"), (foreign, "are in the plan only"))
                     if names
                 )
+            )
+        if model_fingerprint(parameters) != self.provenance.model_fingerprint:
+            raise PlanMismatchError(
+                f"the plan belongs to another size of {self.provenance.model}: parameters have the same names and other "
+                "shapes. Plan again"
             )

@@ -10,7 +10,7 @@ from ds_osdp.cluster import Cluster
 from ds_osdp.config import Rule, SolverConfig
 from ds_osdp.errors import ConfigError, InfeasiblePlanError
 from ds_osdp.job import Job
-from ds_osdp.plan import BUILT_STAGES, Plan, Provenance, Stage, UnitPlan
+from ds_osdp.plan import BUILT_STAGES, Plan, Provenance, Stage, UnitPlan, model_fingerprint
 from ds_osdp.prices import evaluate, instance, replica_bucket_bytes
 from ds_osdp.profile import ModelProfile, UnitProfile
 from ds_osdp.solve import SOLVER, fastest, leanest
@@ -80,7 +80,7 @@ def make_plan(
         ),
         provenance=Provenance(
             model=profile.model,
-            model_fingerprint=profile.model_fingerprint,
+            model_fingerprint=model_fingerprint({p.name: p.shape for p in profile.parameters}),
             cluster=cluster.name,
             sample=profile.sample,
             solver=f"{SOLVER} {version('highspy')}",

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from ds_osdp.frozen import Document, Frozen, fingerprint
+from ds_osdp.frozen import Document, Frozen
 
 __all__ = ["DTYPE_BYTES", "ModelProfile", "ParameterProfile", "UnitProfile", "Work"]
 
@@ -81,8 +81,3 @@ class ModelProfile(Document):
     def parameters(self) -> tuple[ParameterProfile, ...]:
         """All parameters, in the order of their units."""
         return tuple(parameter for unit in self.units for parameter in unit.parameters)
-
-    @property
-    def model_fingerprint(self) -> str:
-        """Hash of the names, shapes and trainability of all parameters: which model a plan belongs to."""
-        return fingerprint(sorted([p.name, list(p.shape), p.trainable] for p in self.parameters))

@@ -15,7 +15,8 @@ from ds_osdp.quantities import format_bytes, format_seconds
 
 __all__ = ["plan_renderable", "plan_text"]
 
-_NUMBER = re.compile(r"\d+")
+# A whole component of a path: the 3 of "h.3.fc1", not its 1.
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def plan_text(plan: Plan, width: int = 100) -> str:
@@ -54,7 +55,7 @@ def plan_renderable(plan: Plan) -> RenderableType:
 
 
 def _classes(units: Iterable[UnitPlan]) -> list[tuple[str, list[UnitPlan]]]:
-    """Units whose names differ in numbers only and that share a stage, in order of first appearance."""
+    """Units whose names differ in indices only and that share a stage, in order of first appearance."""
     found: dict[tuple[str, Stage], list[UnitPlan]] = {}
     for unit in units:
         if unit.parameters:

@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "SGD with momentum": {
         "steps": 5,
         "config": {
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
             "zero_allow_untested_optimizer": True,
         },
     },
@@ -96,7 +96,7 @@ def test_trains_as_stock_zero3(world_size: int, case: str, plan: str) -> None:
         assert planned["norms"] == stock["norms"]
         assert all(torch.equal(planned["parameters"][n], p) for n, p in stock["parameters"].items())
         return
-    relative = 4 * BF16_ULP if CASES[case].get("bf16") else FP32_RELATIVE
+    relative = 2 * BF16_ULP if CASES[case].get("bf16") else FP32_RELATIVE
     assert planned["losses"] == pytest.approx(stock["losses"], rel=relative)
     assert planned["norms"] == pytest.approx(stock["norms"], rel=relative)
     for name, parameter in stock["parameters"].items():

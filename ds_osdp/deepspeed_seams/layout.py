@@ -138,7 +138,7 @@ def whole_part(optimizer: Any, parameter: Any, part: torch.Tensor) -> torch.Tens
 
 
 def _stock_numel(optimizer: Any, parameter: Any) -> int:
-    return -(-int(parameter.ds_numel) // dist.get_world_size(group=optimizer.dp_process_group))
+    return -(-int(parameter.ds_numel) // int(dist.get_world_size(group=optimizer.dp_process_group)))
 
 
 def _split(optimizer: Any, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -42,6 +42,9 @@ def place(module: nn.Module, plan: Plan) -> None:
     # DeepSpeed's wrapper cannot make a group of one without every rank taking part.
     alone = torch.distributed.new_group([dist.get_rank()], use_local_synchronization=True)
     stages = plan.stage_of
+    # DeepSpeed has broadcast the parameters of an ordinary model by now, and none of one that zero.Init built, also not
+    # those added to it since (adapters).
+    built_partitioned = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
     for name, parameter in module.named_parameters():
         parameter.osdp_stage = stages[name]  # type: ignore[attr-defined]
         if not is_replicated(parameter):
@@ -50,7 +53,8 @@ def place(module: nn.Module, plan: Plan) -> None:
             _keep_whole(parameter, alone)
         else:
             parameter.ds_zero_partition_process_group = alone  # type: ignore[attr-defined]
-            dist.broadcast(parameter.data, 0)
+            if built_partitioned:
+                dist.broadcast(parameter.data, 0)
 
 
 def _keep_whole(parameter: Any, alone: Any) -> None:

@@ -153,10 +153,8 @@ def _show(console: Console, stock: Run, planned: Run, plan: Plan, difference: fl
 
 
 def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), TimeElapsedColumn(),
-        console=console,
-    )  # fmt: skip
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
+    return Progress(*columns, TimeElapsedColumn(), console=console)
 
 
 def _records(log: Path) -> Iterator[dict]:

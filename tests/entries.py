@@ -1,0 +1,206 @@
+"""The three ways in, and what goes wrong on them; run on the ranks that ``launch`` starts."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from cases import Case
+from models import GPT
+from training import CLUSTER, PLANS, ds_config, micro_steps
+
+import ds_osdp
+from ds_osdp.deepspeed_seams import installed
+
+CASE = Case(name="entry", steps=3)
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """What ``call`` raised on this rank, and that every rank came back."""
+    try:
+        call()
+        text = "nothing"
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, text)
+    return " | ".join(everyone)
+
+
+def start(config: Any, entry: Any = None, model: Any = None, **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = model() if isinstance(model, type) else model or GPT()
+    return (entry or ds_osdp.initialize)(model=model, model_parameters=model.parameters(), config=config, **more)[0]
+
+
+def losses(engine: Any) -> list[float]:
+    found = [loss for step in range(CASE.steps) for loss in micro_steps(engine, step, 1)]
+    engine.destroy()
+    return found
+
+
+def ways_in(folder: str) -> dict[str, Any]:
+    stock_config, config = ds_config(CASE, None), ds_config(CASE, PLANS["some"])
+    result: dict[str, Any] = {"patches before": installed(), "stock": losses(start(stock_config, deepspeed.initialize))}
+    stock_initialize = deepspeed.initialize
+
+    engine = start(config)
+    result["initialize"] = losses(engine)
+    result["patches during"] = sorted(installed())
+    ds_osdp.disable()
+    result["patches after"] = installed()
+
+    with ds_osdp.enable():
+        result["enabled is planned"] = deepspeed.initialize is not stock_initialize
+        result["signature kept"] = inspect.signature(deepspeed.initialize) == inspect.signature(stock_initialize)
+        engine = start(config, deepspeed.initialize)
+        result["enable plans"] = sorted({int(s) for s in engine.osdp.plan.stage_of.values()})
+        result["enable"] = losses(engine)
+        plain = start(stock_config, deepspeed.initialize)
+        result["without a section"] = hasattr(plain, "osdp")
+        result["without a section, losses"] = losses(plain)
+        off = start({**config, "osdp": {**config["osdp"], "enabled": False}}, deepspeed.initialize)
+        result["switched off"] = hasattr(off, "osdp")
+        off.destroy()
+    result["restored"] = deepspeed.initialize is stock_initialize and not installed()
+    result["stock again"] = losses(start(stock_config, deepspeed.initialize))
+
+    path = Path(folder, f"ds{os.environ['RANK']}.json")
+    path.write_text("# DeepSpeed reads hjson\n" + json.dumps(config))
+    result["path"] = losses(start(str(path)))
+    arguments = type("Arguments", (), {"deepspeed_config": str(path), "local_rank": int(os.environ["LOCAL_RANK"])})()
+    result["arguments"] = losses(start(None, args=arguments))
+
+    saved = Path(folder, "plan.json")
+    first = start({**config, "osdp": {**config["osdp"], "save_plan": str(saved)}})
+    first.destroy()
+    second = start({**stock_config, "osdp": {"plan": str(saved)}})
+    result["saved plan"] = second.osdp.plan.plan_hash == first.osdp.plan.plan_hash
+    result["saved plan, losses"] = losses(second)
+    return result
+
+
+def measured_start() -> dict[str, Any]:
+    """No cluster, no budget, a model that tells its input: everything is measured."""
+
+    class Telling(GPT):
+        @property
+        def dummy_inputs(self) -> dict[str, torch.Tensor]:
+            return {"ids": torch.zeros(1, 16, dtype=torch.int64)}
+
+    engine = start({**ds_config(CASE, None), "osdp": {"check_replicas_every": 1}}, model=Telling)
+    plan = engine.osdp.plan
+    return {"losses": losses(engine), "budget": plan.budget_bytes, "stages": sorted({int(s) for s in plan.stage_of.values()})}
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """Every one is raised on all ranks, and none leaves a rank waiting or the model touched."""
+    rank = int(os.environ["RANK"])
+    deepspeed.init_distributed("gloo", verbose=False)
+    good = ds_config(CASE, PLANS["all"])
+
+    def osdp(**changes: Any) -> dict[str, Any]:
+        return {**good, "osdp": {**good["osdp"], **changes}}
+
+    engine = start(osdp(save_plan=f"{folder}/plan.json"))
+    engine.destroy()
+    other = GPT(hidden=24)
+    untouched = GPT()
+    cases: dict[str, Callable[[], Any]] = {
+        "no section": lambda: start(ds_config(CASE, None)),
+        "near miss": lambda: start({**ds_config(CASE, None), "opsd": {}}),
+        "unknown key": lambda: start(osdp(memory_budgt="3GiB")),
+        "size": lambda: start(osdp(memory_budget="3GB ")),
+        "stage 2": lambda: start({**good, "zero_optimization": {"stage": 2}}),
+        "offload": lambda: start({**good, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}),
+        "mpu": lambda: start(good, mpu=object()),
+        "rule matches nothing": lambda: start(osdp(rules=[{"match": "decoder.*", "stage": 0}])),
+        "too small": lambda: start(osdp(memory_budget=1000), model=untouched),
+        "no input": lambda: start(osdp(input=None)),
+        "plan of another model": lambda: start({**good, "osdp": {"plan": f"{folder}/plan.json"}}, model=other),
+        "one rank's JSON differs": lambda: start(osdp(memory_budget=(1 << 30) + rank)),
+        "one rank has no section": lambda: start(good if rank else ds_config(CASE, None)),
+        "one rank's JSON is bad": lambda: start(osdp(stages=[0, 3] if rank else [5])),
+        "rank 0 fails unexpectedly": lambda: start(osdp(save_plan="/proc/nowhere/plan.json")),
+    }
+    found = {name: message_of(case) for name, case in cases.items()}
+    before = {n: p.shape for n, p in GPT().named_parameters()}
+    found["untouched"] = str({n: p.shape for n, p in untouched.named_parameters()} == before)
+    # Nothing was left behind: a good configuration still trains.
+    found["afterwards"] = str(losses(start(good))[-1] < 6)
+    return found
+
+
+def hugging_face_trainer(folder: str, plan: str) -> dict[str, Any]:
+    """The HF Trainer with ``deepspeed=``: from_pretrained under zero.Init, "auto" elsewhere, bf16, gradient accumulation."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    torch.set_num_threads(1)
+    rules = PLANS[plan]
+    if rules is not None:
+        rules = [{"match": "*.ln_*", "stage": 0}, {"match": "*.h.0.*", "stage": 0}, {"match": "*", "stage": 3}]
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "zero_optimization": {**zero, "stage3_gather_16bit_weights_on_model_save": True},
+    }
+    if rules is not None:
+        config["osdp"] = {"memory_budget": "1GiB", "rules": rules, "cluster": CLUSTER}
+        ds_osdp.enable()
+    output = f"{folder}/{plan}"
+    arguments = TrainingArguments(
+        output_dir=output,
+        deepspeed=config,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        logging_steps=1,
+        report_to=[],
+        bf16=True,
+        use_cpu=True,
+        save_strategy="no",
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        seed=1,
+        max_grad_norm=0.5,
+        disable_tqdm=True,
+    )
+    rank = int(os.environ["RANK"])
+    source = f"{folder}/source"
+    shape = GPT2Config(n_layer=2, n_embd=48, n_head=4, vocab_size=300, n_positions=64)
+    if not Path(source).exists() and rank == 0:
+        torch.manual_seed(0)
+        sys.stdout.flush()
+        import transformers.integrations.deepspeed as integration
+
+        weak = integration._hf_deepspeed_config_weak_ref
+        integration._hf_deepspeed_config_weak_ref = None  # not under zero.Init: an ordinary checkpoint to start from
+        GPT2LMHeadModel(shape).save_pretrained(source)
+        integration._hf_deepspeed_config_weak_ref = weak
+    torch.distributed.barrier()
+    model = GPT2LMHeadModel.from_pretrained(source)
+    partitioned_at_load = all(hasattr(p, "ds_id") for p in model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, 300, (32,), generator=generator) for _ in range(32)]
+    trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row.clone()} for row in rows])
+    trainer.train()
+    trainer.save_model(output)
+    engine = trainer.model_wrapped
+    return {
+        "partitioned at load": partitioned_at_load,
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "stages": sorted({int(s) for s in engine.osdp.plan.stage_of.values()}) if rules else [],
+        "whole": sum(p.ds_zero_partition_world_size == 1 for p in engine.module.parameters()),
+        "saved": sorted(p.name for p in Path(output).iterdir()),
+    }
