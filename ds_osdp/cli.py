@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,15 @@ from ds_osdp.config import OsdpConfig, find_section
 from ds_osdp.errors import ConfigError, InfeasiblePlanError, OsdpError
 from ds_osdp.job import Job, job_from_config, refuse_unsupported
 from ds_osdp.plan import Plan
+from ds_osdp.prices import Space
 from ds_osdp.quantities import parse_bytes
-from ds_osdp.report import plan_renderable
+from ds_osdp.report import explanation_renderable, plan_renderable
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ds_osdp.explain import Explanation
+    from ds_osdp.profile import ModelProfile
 
 __all__ = ["main"]
 
@@ -74,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--sequence-length", type=_positive, metavar="S", help="tokens of one sample, for models with text input")
     plan.add_argument("--cluster", metavar="FILE", help=f"default: osdp.cluster of the JSON, else {DEFAULT_CLUSTER}")
     plan.add_argument("--output", metavar="plan.json", help="write the plan here, for osdp.plan")
+    plan.add_argument("--explain", action="store_true", help="also say why: what binds, what memory buys, how far stock is")
     _add_format(plan)
     plan.set_defaults(run=_plan)
 
@@ -98,21 +104,26 @@ def _plan(arguments: argparse.Namespace) -> int:
             raise ConfigError("give --memory-budget: the cluster file does not say how much memory a device has")
         budget = int(MEMORY_SHARE * cluster.device.memory_bytes)
     job = job_from_config(ds_config, arguments.world_size)
-    plan = _make_plan(arguments, section, cluster, job, budget)
+    plan, profile = _make_plan(arguments, section, cluster, job, budget)
+    reasons = _explain(plan, profile, section, cluster, job) if arguments.explain else None
     if arguments.output:
         plan.save(arguments.output)
     if arguments.format == "json":
-        _print_json(plan.to_dict())
+        _print_json({**plan.to_dict(), **({"explanation": asdict(reasons)} if reasons else {})})
     else:
         console = Console()
         console.print(plan_renderable(plan))
+        if reasons:
+            console.print(explanation_renderable(plan, reasons))
         console.print(f"planned for: {cluster.name}", style="dim")
         if arguments.output:
             console.print(f'written to {arguments.output}; apply it with "osdp": {{"plan": "{arguments.output}"}}')
     return 0
 
 
-def _make_plan(arguments: argparse.Namespace, section: OsdpConfig, cluster: Cluster, job: Job, budget: int) -> Plan:
+def _make_plan(
+    arguments: argparse.Namespace, section: OsdpConfig, cluster: Cluster, job: Job, budget: int
+) -> tuple[Plan, ModelProfile]:
     # torch and pyomo take seconds to import: not before the input is known to be good.
     import torch
 
@@ -128,7 +139,14 @@ def _make_plan(arguments: argparse.Namespace, section: OsdpConfig, cluster: Clus
     if sample is None:
         raise ConfigError(f"{type(model).__name__} cannot tell what it takes as input: describe one sample in osdp.input")
     profile = measure.profile_model(model, sample, dtype=getattr(torch, job.parameter_dtype))
-    return make_plan(profile, cluster, job, budget, stages=section.stages, rules=section.rules, solver=section.solver)
+    space = Space(section.stages)
+    return make_plan(profile, cluster, job, budget, space=space, rules=section.rules, solver=section.solver), profile
+
+
+def _explain(plan: Plan, profile: ModelProfile, section: OsdpConfig, cluster: Cluster, job: Job) -> Explanation:
+    from ds_osdp.explain import explain
+
+    return explain(plan, profile, cluster, job, space=Space(section.stages), rules=section.rules, solver=section.solver)
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -58,6 +58,8 @@ class Cluster(Document):
     """Over all ranks."""
     node: Collectives | None = None
     """Over ranks of one node, where that differs."""
+    across: Collectives | None = None
+    """Over one rank of every node, where that differs from the world."""
     reduce_scatter_blocks: bool = False
     """Whether DeepSpeed waits for a reduce-scatter before it goes on computing, as it does where the device has no
     streams (CPU and gloo); on CUDA it runs beside the backward pass."""
@@ -67,6 +69,10 @@ class Cluster(Document):
     def collectives_over(self, ranks: int) -> Collectives:
         """The collectives of a group of ``ranks`` neighbouring ranks: inside a node if they fit in one."""
         return self.node if self.node is not None and ranks <= self.ranks_per_node else self.world
+
+    def collectives_across_nodes(self) -> Collectives:
+        """The collectives of a group that has one rank in every node."""
+        return self.across if self.across is not None else self.world
 
     @classmethod
     def shipped(cls, name: str) -> Cluster:

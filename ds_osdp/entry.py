@@ -18,6 +18,7 @@ from ds_osdp.errors import ConfigError, UnsupportedError
 from ds_osdp.job import Job, job_from_config, refuse_unsupported
 from ds_osdp.plan import Plan
 from ds_osdp.planner import make_plan
+from ds_osdp.prices import Space
 from ds_osdp.report import plan_text
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def _plan_on_rank_zero(section: OsdpConfig, model: nn.Module, job: Job, cluster:
             '{"input_ids": {"shape": [1024], "dtype": "int64"}} (names of forward\'s arguments, shapes without the batch)'
         )
     profile = measure.profile_model(model, sample, dtype=getattr(torch, job.parameter_dtype))
-    plan = make_plan(profile, cluster, job, budget, stages=section.stages, rules=section.rules, solver=section.solver)
+    plan = make_plan(profile, cluster, job, budget, space=Space(section.stages), rules=section.rules, solver=section.solver)
     if section.save_plan is not None:
         plan.save(section.save_plan)
     return plan

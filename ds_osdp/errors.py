@@ -65,17 +65,19 @@ class InfeasiblePlanError(OsdpError, ValueError):
         budget_bytes: what was allowed per rank.
         least_bytes: the peak of the leanest plan; a budget of this size would do.
         moment: the moment of the step at which the leanest plan peaks, such as ``backward of 'lm_head'``.
+        remedies: the smallest single changes that would fit, each with its numbers.
     """
 
-    def __init__(self, budget_bytes: int, least_bytes: int, moment: str) -> None:
+    def __init__(self, budget_bytes: int, least_bytes: int, moment: str, remedies: tuple[str, ...] = ()) -> None:
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
         self.moment = moment
-        super().__init__(budget_bytes, least_bytes, moment)
+        self.remedies = remedies
+        super().__init__(budget_bytes, least_bytes, moment, remedies)
 
     def __str__(self) -> str:
+        ways = "; or ".join((f"raise osdp.memory_budget to {format_bytes(self.least_bytes)}", *self.remedies))
         return (
             f"the budget is {format_bytes(self.budget_bytes)} per rank; the leanest plan needs "
-            f"{format_bytes(self.least_bytes)} ({self.least_bytes} bytes), at the {self.moment}. Raise osdp.memory_budget, "
-            f"lower train_micro_batch_size_per_gpu, lower reduce_bucket_size, or use more ranks."
+            f"{format_bytes(self.least_bytes)} ({self.least_bytes} bytes), at the {self.moment}. To make it fit: {ways}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 
@@ -11,11 +11,16 @@ from ds_osdp.config import Rule, SolverConfig
 from ds_osdp.errors import ConfigError, InfeasiblePlanError
 from ds_osdp.job import Job
 from ds_osdp.plan import BUILT_STAGES, Plan, Provenance, Stage, UnitPlan, model_fingerprint
-from ds_osdp.prices import evaluate, instance, replica_bucket_bytes
+from ds_osdp.prices import Space, replica_bucket_bytes
 from ds_osdp.profile import ModelProfile, UnitProfile
-from ds_osdp.solve import SOLVER, fastest, leanest
+from ds_osdp.remedies import remedies
+from ds_osdp.solve import SOLVER, fastest, leanest, relative_gap
+from ds_osdp.step import Instance, evaluate, priced
 
-__all__ = ["make_plan"]
+__all__ = ["BUILT", "best_micro_batch", "make_plan", "pinned_stages"]
+
+BUILT = Space(stages=BUILT_STAGES)
+"""What this release can apply to an engine."""
 
 _EXACT = SolverConfig()
 
@@ -26,7 +31,7 @@ def make_plan(
     job: Job,
     budget_bytes: int,
     *,
-    stages: Sequence[Stage] = BUILT_STAGES,
+    space: Space = BUILT,
     rules: Sequence[Rule] = (),
     solver: SolverConfig = _EXACT,
 ) -> Plan:
@@ -37,7 +42,7 @@ def make_plan(
         cluster: the machines.
         job: the training job.
         budget_bytes: what a rank may use, everything counted.
-        stages: the stages units may take where no rule pins them.
+        space: what units may take where no rule pins them.
         rules: what the user pins.
         solver: time limit and gap.
 
@@ -46,22 +51,108 @@ def make_plan(
         InfeasiblePlanError: nothing fits; it says what would.
         SolverError: the search ended without a plan.
     """
-    problem = instance(profile, cluster, job, allowed_stages(profile.units, stages, rules))
+    pins = pinned_stages(profile.units, rules)
+    problem = priced(profile, cluster, job, space, pins)
     solution = fastest(problem, budget_bytes, time_limit_seconds=solver.time_limit_s, gap=solver.gap)
     if solution is None:
         least = evaluate(problem, leanest(problem, time_limit_seconds=solver.time_limit_s))
-        raise InfeasiblePlanError(budget_bytes, least.peak_bytes, least.peak_moment)
-    totals = evaluate(problem, solution.choice)
-    # The model's bound and the integer total differ by rounding; a bound above what was reached is that total.
-    bound_ns = min(solution.bound_ns, totals.step_ns)
-    chosen = [options[index] for options, index in zip(problem.options, solution.choice, strict=True)]
+        ways = remedies(profile, cluster, job, budget_bytes, space, pins, solver)
+        raise InfeasiblePlanError(budget_bytes, least.peak_bytes, least.peak_moment, ways)
+    return _plan(problem, profile, cluster, job, budget_bytes, solution.choice, solution.bound_ns)
+
+
+def best_micro_batch(
+    profiles: Mapping[int, ModelProfile],
+    train_batch_size: int,
+    cluster: Cluster,
+    job: Job,
+    budget_bytes: int,
+    *,
+    space: Space = BUILT,
+    rules: Sequence[Rule] = (),
+    solver: SolverConfig = _EXACT,
+) -> Plan:
+    """The plan with the most samples per second for one global batch, over several micro-batches.
+
+    Args:
+        profiles: by micro-batch, the model traced with it.
+        train_batch_size: samples of one optimizer step on all ranks; a micro-batch that does not divide it is left out.
+        cluster: the machines.
+        job: the training job; its micro-batch and accumulation are replaced.
+        budget_bytes: what a rank may use.
+        space: what units may take.
+        rules: what the user pins.
+        solver: time limit and gap of each solve.
+
+    Raises:
+        ConfigError: no micro-batch divides the global batch.
+        InfeasiblePlanError: none fits; that of the smallest micro-batch.
+    """
+    fitting = [b for b in sorted(profiles) if train_batch_size % (b * job.world_size) == 0]
+    if not fitting:
+        raise ConfigError(
+            f"train_batch_size {train_batch_size} is no multiple of {job.world_size} ranks times any of the micro-batches "
+            f"{sorted(profiles)}"
+        )
+    plans: list[Plan] = []
+    least: InfeasiblePlanError | None = None
+    for b in fitting:
+        candidate = job.model_copy(update={"micro_batch": b, "accumulation": train_batch_size // (b * job.world_size)})
+        try:
+            plans.append(make_plan(profiles[b], cluster, candidate, budget_bytes, space=space, rules=rules, solver=solver))
+        except InfeasiblePlanError as error:
+            least = least or error
+    if not plans:
+        assert least is not None
+        raise least
+    return max(plans, key=lambda plan: (plan.samples_per_second, -plan.peak_bytes))
+
+
+def pinned_stages(units: Sequence[UnitProfile], rules: Sequence[Rule]) -> list[Stage | None]:
+    """The stage that the rules pin each unit to.  A rule that matches one parameter of a unit pins the unit.
+
+    Raises:
+        ConfigError: a rule matches no parameter, or two rules pin one unit to different stages.
+    """
+    unmatched = set(range(len(rules)))
+    pinned: list[Stage | None] = []
+    for unit in units:
+        pins: dict[Stage, str] = {}
+        for parameter in unit.parameters:
+            hits = [i for i, rule in enumerate(rules) if fnmatchcase(parameter.name, rule.match)]
+            unmatched -= set(hits)
+            if hits:
+                pins.setdefault(rules[hits[0]].stage, f"{rules[hits[0]].match!r} pins {parameter.name!r}")
+        if len(pins) > 1:
+            pulls = " and ".join(f"{reason} to stage {stage}" for stage, reason in sorted(pins.items()))
+            raise ConfigError(f"osdp.rules pull the unit {unit.name!r} apart, and a unit is placed as a whole: {pulls}")
+        pinned.append(next(iter(pins), None))
+    if unmatched:
+        names = [parameter.name for unit in units for parameter in unit.parameters]
+        patterns = ", ".join(repr(rules[i].match) for i in sorted(unmatched))
+        raise ConfigError(
+            f"osdp.rules: no parameter matches {patterns}; parameters are named like {', '.join(map(repr, names[:3]))}"
+        )
+    return pinned
+
+
+def _plan(
+    problem: Instance,
+    profile: ModelProfile,
+    cluster: Cluster,
+    job: Job,
+    budget_bytes: int,
+    choice: Sequence[int],
+    bound_ns: int,
+) -> Plan:
+    totals = evaluate(problem, choice)
     return Plan(
         world_size=job.world_size,
         micro_batch=job.micro_batch,
         accumulation=job.accumulation,
         step_seconds=totals.step_ns / 1e9,
         bound_seconds=bound_ns / 1e9,
-        gap=_gap(totals.step_ns, bound_ns),
+        gap=relative_gap(totals.step_ns, bound_ns),
         samples_per_second=problem.samples_per_step / (totals.step_ns / 1e9) if totals.step_ns else 0.0,
         budget_bytes=budget_bytes,
         resident_bytes=totals.resident_bytes,
@@ -73,10 +164,13 @@ def make_plan(
                 name=unit.name,
                 stage=option.stage,
                 degree=option.degree,
+                slices=option.slices,
+                recompute=option.recompute,
                 parameters=tuple(parameter.name for parameter in unit.parameters),
                 elements=unit.numel,
             )
-            for unit, option in zip(profile.units, chosen, strict=True)
+            for u, unit in enumerate(profile.units)
+            for option in (problem.options(u)[choice[u]],)
         ),
         provenance=Provenance(
             model=profile.model,
@@ -87,38 +181,3 @@ def make_plan(
             ds_osdp_version=version("ds-osdp"),
         ),
     )
-
-
-def allowed_stages(units: Sequence[UnitProfile], stages: Sequence[Stage], rules: Sequence[Rule]) -> list[tuple[Stage, ...]]:
-    """The stages each unit may take.  A rule that matches one parameter of a unit pins the unit.
-
-    Raises:
-        ConfigError: a rule matches no parameter, or two rules pin one unit to different stages.
-    """
-    unmatched = set(range(len(rules)))
-    allowed = []
-    for unit in units:
-        pins: dict[Stage, str] = {}
-        for parameter in unit.parameters:
-            hits = [i for i, rule in enumerate(rules) if fnmatchcase(parameter.name, rule.match)]
-            unmatched -= set(hits)
-            if hits:
-                pins.setdefault(rules[hits[0]].stage, f"{rules[hits[0]].match!r} pins {parameter.name!r}")
-        if len(pins) > 1:
-            pulls = " and ".join(f"{reason} to stage {stage}" for stage, reason in sorted(pins.items()))
-            raise ConfigError(f"osdp.rules pull the unit {unit.name!r} apart, and a unit is placed as a whole: {pulls}")
-        allowed.append(tuple(pins) or tuple(sorted(set(stages))))
-    if unmatched:
-        names = [parameter.name for unit in units for parameter in unit.parameters]
-        patterns = ", ".join(repr(rules[i].match) for i in sorted(unmatched))
-        raise ConfigError(
-            f"osdp.rules: no parameter matches {patterns}; parameters are named like {', '.join(map(repr, names[:3]))}"
-        )
-    return allowed
-
-
-def _gap(step_ns: int, bound_ns: int) -> float:
-    """Relative gap; what integer rounding alone explains (half a nanosecond per price) counts as none."""
-    if step_ns - bound_ns <= 1000:
-        return 0.0
-    return (step_ns - bound_ns) / step_ns

@@ -1,36 +1,34 @@
-"""The legal options of every unit and what each costs: the only home of formulas for bytes and seconds.
+"""The legal options of a unit and what each costs: the only home of formulas for bytes and seconds of one unit.
 
-Symbols (docs/model.md uses the same): N ranks, P elements of a unit's parameters, A micro-steps per optimizer step,
-w bytes per parameter element, g bytes per accumulated gradient element, c bytes per gradient element on the wire.
-Prices are integers: bytes and nanoseconds, so that a plan's totals can be recomputed exactly on any machine.
+Symbols (docs/model.md uses the same): N ranks, d ranks over which an option spreads, P elements of a unit's parameters,
+A micro-steps per optimizer step, w bytes per parameter element, g bytes per accumulated gradient element, c bytes per
+gradient element on the wire.  Prices are integers: bytes and nanoseconds, so that a plan's totals can be recomputed
+exactly on any machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Literal
 
-from ds_osdp.cluster import Cluster, Device, Link
-from ds_osdp.errors import PlanMismatchError
+from ds_osdp.cluster import Cluster, Collectives, Device, Link
 from ds_osdp.job import Job
 from ds_osdp.plan import Stage
-from ds_osdp.profile import DTYPE_BYTES, ModelProfile, ParameterProfile, UnitProfile, Work
+from ds_osdp.profile import DTYPE_BYTES, ParameterProfile, UnitProfile, Work
 
 __all__ = [
-    "Instance",
-    "Moment",
     "Operation",
     "Option",
     "Price",
-    "Totals",
+    "Space",
     "collective_seconds",
-    "evaluate",
-    "instance",
+    "legal_options",
+    "nanoseconds",
     "price",
     "replica_bucket_bytes",
     "ring_terms",
+    "work_seconds",
 ]
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -50,6 +48,21 @@ class Option:
     stage: Stage
     degree: int
     """Ranks over which what the stage spreads is spread; 1 for stage 0."""
+    slices: int = 1
+    """Pieces that are gathered, used and freed in turn."""
+    recompute: bool = False
+    """Whether its activations are computed again in backward instead of kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The options a plan may use, where no rule pins a unit."""
+
+    stages: tuple[Stage, ...]
+    node_degree: bool = False
+    """Whether a unit may be spread over the ranks of a node only."""
+    max_slices: int = 1
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,76 +75,30 @@ class Price:
     """Master weights and optimizer states."""
     gathered_bytes: int
     """While its parameters are gathered."""
+    activation_bytes: int
+    """From its forward to its backward."""
+    forward_bytes: int
+    backward_bytes: int
+    """Working tensors while it is computed; in backward also its gradient, and activations computed again."""
     update_bytes: int
     """Working memory while the optimizer updates it."""
     gather_forward_ns: int
     gather_backward_ns: int
-    forward_extra_ns: int
-    """Copies around a gather: they stop the computation."""
-    backward_extra_ns: int
-    """Copies of gradients, and reductions that DeepSpeed waits for: they stop the computation."""
+    forward_ns: int
+    """Computation, with the copies around a gather."""
+    backward_ns: int
+    """Computation, with copies of gradients, forward computed again, and reductions that DeepSpeed waits for."""
     reduce_ns: int
     """Channel time of the reduction after the unit's backward, in every micro-step but the last."""
     last_reduce_ns: int
     """Channel time of the reduction after the unit's backward in the last micro-step."""
     update_ns: int
+    """The optimizer's work, and the gather behind it that stages 1 and 2 wait for."""
 
     @property
     def resident_bytes(self) -> int:
         """Held between steps."""
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """One moment of the step at which memory can peak."""
-
-    name: str
-    activation_bytes: int
-    other_bytes: int
-    """Working tensors, the gradient just computed, and DeepSpeed's buckets."""
-    gathered: tuple[int, ...]
-    """Indices of the units whose gathered parameters are alive, if they are sharded."""
-    updates: Stage | None = None
-    """The optimizer is at work on the units of this stage."""
-
-    @property
-    def constant_bytes(self) -> int:
-        """Bytes that no plan changes."""
-        return self.activation_bytes + self.other_bytes
-
-    def dominates(self, other: Moment) -> bool:
-        """Whether no plan can need more memory at ``other`` than here."""
-        return (
-            self.constant_bytes >= other.constant_bytes
-            and self.updates == other.updates
-            and set(self.gathered) >= set(other.gathered)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """All that the solver's model needs: numbers only."""
-
-    units: tuple[str, ...]
-    """In the order of one forward."""
-    options: tuple[tuple[Option, ...], ...]
-    prices: tuple[tuple[Price, ...], ...]
-    forward_ns: tuple[int, ...]
-    backward_ns: tuple[int, ...]
-    moments: tuple[Moment, ...]
-    accumulation: int
-    samples_per_step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """A choice of one option per unit, added up."""
-
-    step_ns: int
-    resident_bytes: int
-    peak_bytes: int
-    peak_moment: str
 
 
 def ring_terms(operation: Operation, ranks: int) -> tuple[int, float]:
@@ -144,20 +111,48 @@ def ring_terms(operation: Operation, ranks: int) -> tuple[int, float]:
     return passes * (ranks - 1), passes * (ranks - 1) / ranks
 
 
-def collective_seconds(operation: Operation, link: Link, ranks: int, size_bytes: int) -> float:
-    """Seconds of one collective on a tensor of ``size_bytes`` (the whole of it, not one rank's part)."""
+def collective_seconds(operation: Operation, link: Link, ranks: int, size_bytes: int, calls: float = 1.0) -> float:
+    """Seconds of ``calls`` collectives that together carry a tensor of ``size_bytes`` (all of it, not a rank's part)."""
     hops, share = ring_terms(operation, ranks)
-    return hops * link.latency_seconds + share * size_bytes / link.bytes_per_second
+    return calls * hops * link.latency_seconds + share * size_bytes / link.bytes_per_second
 
 
 def replica_bucket_bytes(cluster: Cluster, ranks: int) -> int:
     """How many bytes of replicated gradients to reduce at once: the latency is at most a twentieth of the time."""
-    link = cluster.collectives_over(ranks).all_reduce
-    hops, share = ring_terms("all_reduce", ranks)
     if ranks == 1:
         return _MOST_REPLICA_BUCKET
+    link = cluster.collectives_over(ranks).all_reduce
+    hops, share = ring_terms("all_reduce", ranks)
     wanted = hops * link.latency_seconds / _LATENCY_SHARE * link.bytes_per_second / share
     return int(min(max(wanted, _LEAST_REPLICA_BUCKET), _MOST_REPLICA_BUCKET))
+
+
+def legal_options(
+    unit: UnitProfile, job: Job, cluster: Cluster, space: Space, pinned: Stage | None = None
+) -> tuple[Option, ...]:
+    """The options of ``unit``, in a fixed order.
+
+    Args:
+        unit: the unit.
+        job: the training job.
+        cluster: the machines: how many ranks a node has.
+        space: what a plan may use.
+        pinned: the stage that a rule pins it to; the rest is still chosen.
+    """
+    node = cluster.ranks_per_node
+    degrees = [job.world_size]
+    if space.node_degree and 1 < node < job.world_size and job.world_size % node == 0:
+        degrees.append(node)
+    stages = sorted(set(space.stages)) if pinned is None else [pinned]
+    slices = [k for k in range(1, space.max_slices + 1) if unit.split_rows % k == 0 and k <= unit.split_rows] or [1]
+    recomputes = (False, True) if space.recompute and unit.recomputable else (False,)
+    return tuple(
+        Option(stage, degree, k, recompute)
+        for stage in stages
+        for degree in ([1] if stage is Stage.REPLICATED else degrees)
+        for k in (slices if stage is Stage.FULLY_SHARDED else [1])
+        for recompute in recomputes
+    )
 
 
 def price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, kept: bool) -> Price:
@@ -165,169 +160,108 @@ def price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, kept
 
     Args:
         unit: the unit.
-        option: stage and degree; stages 0 and 3.
+        option: where it is placed.
         job: batch sizes, precision, optimizer, communication sizes.
         cluster: device rates and links.
-        kept: whether DeepSpeed keeps the gathered parameters from forward to backward (``stage3_max_reuse_distance``
-            and the prefetch bucket decide it): then it gathers once per micro-step, not twice.
+        kept: whether DeepSpeed keeps gathered parameters from forward to backward (``stage3_max_reuse_distance`` and the
+            prefetch bucket decide it): then it gathers once per micro-step, not twice.
     """
-    ranks = job.world_size
-    links = cluster.collectives_over(ranks)
-    sharded = option.stage is Stage.FULLY_SHARDED
-    trainable = [p for p in unit.parameters if p.trainable]
-    whole = unit.numel
-    held_trainable = sum(_part(p, option.degree) for p in trainable)
-    gradient, wire = DTYPE_BYTES[job.gradient_dtype], DTYPE_BYTES[job.communication_dtype]
-    parameter_bytes = sum(_part(p, option.degree) * DTYPE_BYTES[p.dtype] for p in unit.parameters)
-    # Also in fp32, where they equal the parameters: DeepSpeed means to share them, but compares a device with its name.
-    master = MASTER_BYTES * held_trainable
-    gathered_bytes = sum(_padded(p, ranks) * DTYPE_BYTES[p.dtype] for p in unit.parameters) if sharded else 0
-
-    gather = reduce = all_reduce = 0.0
-    if sharded and whole:
-        gather = collective_seconds("all_gather", links.all_gather, ranks, gathered_bytes)
-    wire_bytes = sum(p.numel for p in trainable) * wire
-    if sharded and wire_bytes:
-        reduce = _bucketed("reduce_scatter", links.reduce_scatter, ranks, wire_bytes, job.reduce_bucket_size * wire)
-    elif wire_bytes:
-        bucket = replica_bucket_bytes(cluster, ranks)
-        all_reduce = _bucketed("all_reduce", links.all_reduce, ranks, wire_bytes, bucket)
-
+    stage, degree = option.stage, option.degree
+    links = cluster.collectives_over(degree)
     copy = cluster.device.bytes_per_second
+    trainable = [p for p in unit.parameters if p.trainable]
+    elements = sum(p.numel for p in trainable)
+    held = sum(_part(p, degree) for p in trainable)
+    gradient, wire = DTYPE_BYTES[job.gradient_dtype], DTYPE_BYTES[job.communication_dtype]
+    part_bytes = sum(_part(p, degree) * DTYPE_BYTES[p.dtype] for p in unit.parameters)
+    whole_bytes = sum(_part(p, degree) * degree * DTYPE_BYTES[p.dtype] for p in unit.parameters)
+
+    sharded = stage is Stage.FULLY_SHARDED
+    gather = (
+        collective_seconds("all_gather", links.all_gather, degree, whole_bytes, calls=option.slices) if whole_bytes else 0.0
+    )
     # A gathered tensor is assembled from the ranks' parts: read once, written once.
-    assemble = 2 * gathered_bytes / copy
+    assemble = 2 * whole_bytes / copy
+    gathers_forward, gathers_backward = (1, 0 if kept else 1 + option.recompute) if sharded else (0, 0)
+    waits, reduce, last_reduce = _reductions(option, job, cluster, links, elements * wire, held * wire)
     # A gradient is added to the accumulator (two reads, a write); a scattered one passes through two flat buffers first.
-    accumulate = (3 * gradient * held_trainable + (4 * wire_bytes if sharded else 0)) / copy
-    blocking = reduce if cluster.reduce_scatter_blocks else 0.0
-    update = held_trainable * _update_bytes_moved(job) / copy
+    scattered = stage in (Stage.GRADIENTS, Stage.FULLY_SHARDED)
+    accumulate = (3 * gradient * (held if scattered else elements) + (4 * elements * wire if scattered else 0)) / copy
+    forward, backward = work_seconds(unit.forward, cluster.device), work_seconds(unit.backward, cluster.device)
+    update = held * _update_bytes_moved(job) / copy
+    if stage in (Stage.OPTIMIZER_STATES, Stage.GRADIENTS):
+        update += gather + assemble
+    own_gradient = elements * DTYPE_BYTES[job.parameter_dtype]
     return Price(
-        parameter_bytes=parameter_bytes,
-        gradient_bytes=gradient * held_trainable,
-        state_bytes=master + MASTER_BYTES * job.optimizer_states * held_trainable,
-        gathered_bytes=gathered_bytes,
+        parameter_bytes=part_bytes + (0 if sharded or degree == 1 else whole_bytes),
+        # Stage 1 accumulates whole, and DeepSpeed's buffer of this rank's part is there all the same.
+        gradient_bytes=gradient * (held + (elements if stage is Stage.OPTIMIZER_STATES else 0)),
+        # Also in fp32, where they equal the parameters: DeepSpeed means to share them, but compares a device with its name.
+        state_bytes=MASTER_BYTES * (1 + job.optimizer_states) * held,
+        gathered_bytes=-(-whole_bytes // option.slices) if sharded else 0,
+        activation_bytes=0 if option.recompute else unit.activation_bytes,
+        forward_bytes=unit.transient_bytes,
+        backward_bytes=unit.transient_bytes + own_gradient + (unit.activation_bytes if option.recompute else 0),
         # The fp32 copy of the gradients; torch's optimizers need one temporary of the same size beside it.
-        update_bytes=2 * MASTER_BYTES * held_trainable + (gradient if gradient < MASTER_BYTES else 0) * held_trainable,
-        gather_forward_ns=_ns(gather),
-        gather_backward_ns=0 if kept else _ns(gather),
-        forward_extra_ns=_ns(assemble),
-        backward_extra_ns=_ns((0.0 if kept else assemble) + accumulate + blocking),
-        reduce_ns=0 if cluster.reduce_scatter_blocks else _ns(reduce),
-        last_reduce_ns=_ns(all_reduce) + (0 if cluster.reduce_scatter_blocks else _ns(reduce)),
-        update_ns=_ns(update),
+        update_bytes=(2 * MASTER_BYTES + (gradient if gradient < MASTER_BYTES else 0)) * held,
+        gather_forward_ns=nanoseconds(gathers_forward * gather),
+        gather_backward_ns=nanoseconds(gathers_backward * gather),
+        forward_ns=nanoseconds(forward + gathers_forward * assemble),
+        backward_ns=nanoseconds(
+            backward + (forward if option.recompute else 0.0) + gathers_backward * assemble + accumulate + waits
+        ),
+        reduce_ns=nanoseconds(reduce),
+        last_reduce_ns=nanoseconds(last_reduce),
+        update_ns=nanoseconds(update),
     )
 
 
-def instance(
-    profile: ModelProfile,
-    cluster: Cluster,
-    job: Job,
-    stages: Sequence[Sequence[Stage]],
-) -> Instance:
-    """Price every option of every unit.
-
-    Args:
-        profile: the model, traced with ``job.micro_batch`` samples.
-        cluster: the machines.
-        job: the training job.
-        stages: per unit of ``profile``, the stages it may take.
-
-    Raises:
-        PlanMismatchError: the profile was traced with another micro-batch than the job's.
-    """
-    if profile.micro_batch != job.micro_batch:
-        raise PlanMismatchError(
-            f"the profile was traced with micro-batch {profile.micro_batch} and the job's is {job.micro_batch}: profile again"
-        )
-    options = tuple(
-        tuple(Option(stage, 1 if stage is Stage.REPLICATED else job.world_size) for stage in allowed) for allowed in stages
-    )
-    kept = _kept(profile.units, job)
-    prices = tuple(
-        tuple(price(unit, option, job, cluster, kept=keep) for option in choices)
-        for unit, choices, keep in zip(profile.units, options, kept, strict=True)
-    )
-    return Instance(
-        units=tuple(unit.name for unit in profile.units),
-        options=options,
-        prices=prices,
-        forward_ns=tuple(_ns(_work_seconds(unit.forward, cluster.device)) for unit in profile.units),
-        backward_ns=tuple(_ns(_work_seconds(unit.backward, cluster.device)) for unit in profile.units),
-        moments=_moments(profile.units, kept, job, any(Stage.FULLY_SHARDED in allowed for allowed in stages)),
-        accumulation=job.accumulation,
-        samples_per_step=job.micro_batch * job.accumulation * job.world_size,
-    )
+def nanoseconds(seconds: float) -> int:
+    """``seconds`` as the integer that plans are added up in."""
+    return round(seconds * 1e9)
 
 
-def evaluate(problem: Instance, choice: Sequence[int]) -> Totals:
-    """Add up one choice of an option index per unit, in exact integers: equations (1) to (6) of docs/model.md."""
-    chosen = [prices[index] for prices, index in zip(problem.prices, choice, strict=True)]
-    forward = _forward_ns(problem, chosen)
-    last = _backward_ns(problem, chosen, last=True)
-    between = _backward_ns(problem, chosen, last=False) if problem.accumulation > 1 else 0
-    update = sum(p.update_ns for p in chosen)
-    stage = [options[index].stage for options, index in zip(problem.options, choice, strict=True)]
-    peak_bytes, peak_moment = max(
-        ((moment_bytes(moment, chosen, stage), moment.name) for moment in problem.moments), key=lambda pair: pair[0]
-    )
-    step = problem.accumulation * forward + (problem.accumulation - 1) * between + last + update
-    resident = sum(p.resident_bytes for p in chosen)
-    return Totals(step_ns=step, resident_bytes=resident, peak_bytes=peak_bytes, peak_moment=peak_moment)
+def work_seconds(work: Work, device: Device) -> float:
+    """Seconds of computation: arithmetic at one rate, memory traffic at another, one after the other."""
+    return work.flops / device.flops_per_second + work.bytes_moved / device.bytes_per_second
 
 
-def moment_bytes(moment: Moment, chosen: Sequence[Price], stage: Sequence[Stage]) -> int:
-    """Bytes per rank at ``moment`` when unit u pays ``chosen[u]``: the left side of equation (3)."""
-    return (
-        moment.constant_bytes
-        + sum(p.resident_bytes for p in chosen)
-        + sum(chosen[u].gathered_bytes for u in moment.gathered)
-        + sum(p.update_bytes for p, s in zip(chosen, stage, strict=True) if s is moment.updates)
-    )
+def _reductions(
+    option: Option, job: Job, cluster: Cluster, links: Collectives, whole_bytes: int, part_bytes: int
+) -> tuple[float, float, float]:
+    """Seconds of a unit's reductions: waited for in every backward; on the channel in a micro-step, and in the last."""
+    if not whole_bytes:
+        return 0.0, 0.0, 0.0
+    wire = DTYPE_BYTES[job.communication_dtype]
+    deferred_bucket = replica_bucket_bytes(cluster, job.world_size)
+    if option.stage is Stage.REPLICATED:
+        everywhere = cluster.collectives_over(job.world_size).all_reduce
+        calls = _calls(whole_bytes, deferred_bucket)
+        return 0.0, 0.0, collective_seconds("all_reduce", everywhere, job.world_size, whole_bytes, calls)
+    copies = job.world_size // option.degree
+    across = 0.0
+    if copies > 1:
+        link = cluster.collectives_across_nodes().all_reduce
+        across = collective_seconds("all_reduce", link, copies, part_bytes, _calls(part_bytes, deferred_bucket))
+    deferred = option.stage is Stage.OPTIMIZER_STATES
+    bucket = deferred_bucket if deferred else job.reduce_bucket_size * wire
+    calls = option.slices * _calls(whole_bytes // option.slices, bucket)
+    scatter = collective_seconds("reduce_scatter", links.reduce_scatter, option.degree, whole_bytes, calls)
+    if deferred:
+        return 0.0, 0.0, scatter + across
+    if cluster.reduce_scatter_blocks:
+        return scatter, 0.0, across
+    return 0.0, scatter, scatter + across
 
 
-def _forward_ns(problem: Instance, chosen: Sequence[Price]) -> int:
-    """Equation (4): gathers run on one channel in order, computation follows: a two-machine flow shop."""
-    gathered = computed = 0
-    for compute, p in zip(problem.forward_ns, chosen, strict=True):
-        gathered += p.gather_forward_ns
-        computed = max(computed, gathered) + compute + p.forward_extra_ns
-    return computed
-
-
-def _backward_ns(problem: Instance, chosen: Sequence[Price], *, last: bool) -> int:
-    """Equations (5) and (6): the channel carries the gathers of backward, and each reduction one gather later."""
-    order = range(len(chosen) - 1, -1, -1)
-    gathered = computed = reduced = 0
-    pending: int | None = None  # the unit whose reduction waits for the channel
-    ready = 0  # when the gradient of that unit was there
-    for u in order:
-        gathered = max(gathered, reduced) + chosen[u].gather_backward_ns
-        if pending is not None:
-            reduced = max(gathered, ready) + _reduce_ns(chosen[pending], last)
-        computed = max(computed, gathered) + problem.backward_ns[u] + chosen[u].backward_extra_ns
-        pending, ready = u, computed
-    if pending is not None:
-        reduced = max(reduced, gathered, ready) + _reduce_ns(chosen[pending], last)
-    return max(computed, reduced)
-
-
-def _reduce_ns(p: Price, last: bool) -> int:
-    return p.last_reduce_ns if last else p.reduce_ns
+def _calls(size_bytes: int, bucket_bytes: int) -> float:
+    """Collectives that a tensor's share of a bucketed reduction amounts to: it pays for the part of a bucket it fills."""
+    return min(1.0, size_bytes / bucket_bytes)
 
 
 def _part(parameter: ParameterProfile, degree: int) -> int:
     """Elements one rank holds of a parameter spread over ``degree`` ranks: DeepSpeed pads each to a multiple."""
-    return ceil(parameter.numel / degree)
-
-
-def _padded(parameter: ParameterProfile, ranks: int) -> int:
-    return _part(parameter, ranks) * ranks
-
-
-def _bucketed(operation: Operation, link: Link, ranks: int, size_bytes: int, bucket_bytes: int) -> float:
-    """Seconds of a tensor's share of a bucketed collective: it pays latency for the part of the bucket it fills."""
-    hops, share = ring_terms(operation, ranks)
-    calls = min(1.0, size_bytes / bucket_bytes)
-    return calls * hops * link.latency_seconds + share * size_bytes / link.bytes_per_second
+    return -(-parameter.numel // degree)
 
 
 def _update_bytes_moved(job: Job) -> int:
@@ -336,16 +270,8 @@ def _update_bytes_moved(job: Job) -> int:
     return 20 + 8 * job.optimizer_states + copy_back
 
 
-def _work_seconds(work: Work, device: Device) -> float:
-    return work.flops / device.flops_per_second + work.bytes_moved / device.bytes_per_second
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * 1e9)
-
-
-def _kept(units: Sequence[UnitProfile], job: Job) -> list[bool]:
-    """Whether DeepSpeed keeps a gathered unit from its forward to its backward.
+def kept_until_backward(units: Sequence[UnitProfile], job: Job) -> list[bool]:
+    """Whether DeepSpeed keeps each gathered unit from its forward to its backward.
 
     It does when fewer than ``stage3_max_reuse_distance`` elements are used in between (each later unit twice:
     ``PartitionedParameterCoordinator.__params_to_release``), or when the prefetcher has by then looked past the
@@ -356,62 +282,3 @@ def _kept(units: Sequence[UnitProfile], job: Job) -> list[bool]:
         kept.append(2 * later < job.max_reuse_distance or later < job.prefetch_bucket_size)
         later += unit.numel
     return kept[::-1]
-
-
-def _moments(units: Sequence[UnitProfile], kept: Sequence[bool], job: Job, shards: bool) -> tuple[Moment, ...]:
-    """The moments of a step that can be its peak; those that another always exceeds are left out."""
-    wire, gradient = DTYPE_BYTES[job.communication_dtype], DTYPE_BYTES[job.parameter_dtype]
-    trainable = [sum(p.numel for p in unit.parameters if p.trainable) for unit in units]
-    # DeepSpeed allocates the reduce bucket whole at start; a reduce-scatter copies what is in it into a padded one.
-    buckets = job.reduce_bucket_size * wire
-    staging = min(job.reduce_bucket_size, sum(trainable)) * wire if shards else 0
-    moments = [
-        Moment("optimizer step of replicated units", 0, buckets, (), Stage.REPLICATED),
-        Moment("optimizer step of sharded units", 0, buckets, (), Stage.FULLY_SHARDED),
-    ]
-    alive = 0
-    for u, unit in enumerate(units):
-        earlier = [v for v in range(u) if kept[v]]
-        ahead, ahead_bytes = _prefetched(units, range(u + 1, len(units)), job)
-        moments.append(
-            Moment(
-                f"forward of {unit.name!r}",
-                activation_bytes=alive,
-                other_bytes=buckets + unit.transient_bytes + ahead_bytes,
-                gathered=tuple(sorted({*earlier, u, *ahead})),
-            )
-        )
-        alive += unit.activation_bytes
-        ahead, ahead_bytes = _prefetched(units, range(u - 1, -1, -1), job)
-        moments.append(
-            Moment(
-                f"backward of {unit.name!r}",
-                activation_bytes=alive,
-                other_bytes=buckets + staging + unit.transient_bytes + trainable[u] * gradient + ahead_bytes,
-                gathered=tuple(sorted({*earlier, u, *ahead})),
-            )
-        )
-    return _undominated(moments)
-
-
-def _prefetched(units: Sequence[UnitProfile], following: range, job: Job) -> tuple[list[int], int]:
-    """What the prefetcher may hold beside the unit at work: the units that follow, or a bound in bytes.
-
-    The prefetcher stops once it has asked for ``stage3_prefetch_bucket_size`` elements, the last parameter whole; which
-    units these are depends on the plan.  Either set bounds it from above and is linear in the plan.
-    """
-    if not job.prefetch_bucket_size or not following:
-        return [], 0
-    if sum(units[v].numel for v in following) <= job.prefetch_bucket_size:
-        return list(following), 0
-    largest = max((p.numel for v in following for p in units[v].parameters), default=0)
-    return [], (job.prefetch_bucket_size + largest) * DTYPE_BYTES[job.parameter_dtype]
-
-
-def _undominated(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    keep: list[Moment] = []
-    # Walking from the fullest moment down, a moment can only be dominated by one already kept.
-    for moment in sorted(moments, key=lambda m: (-m.constant_bytes, -len(m.gathered))):
-        if not any(other.dominates(moment) for other in keep):
-            keep.append(moment)
-    return tuple(sorted(keep, key=moments.index))

@@ -57,6 +57,11 @@ class UnitProfile(Frozen):
     transient_bytes: NonNegativeInt = 0
     """Most bytes of working tensors alive at once during its forward or backward, beyond what is saved."""
 
+    recomputable: bool = False
+    """Whether its activations may be computed again in backward."""
+    split_rows: PositiveInt = 1
+    """Rows along which it can be split into slices; 1 if it cannot."""
+
     @property
     def numel(self) -> int:
         """Elements of all its parameters."""

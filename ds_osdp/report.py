@@ -1,10 +1,11 @@
-"""Plans for people: a table of units, alike units together."""
+"""Plans and their reasons for people: tables of units, alike units together."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -13,7 +14,10 @@ from rich.text import Text
 from ds_osdp.plan import Plan, Stage, UnitPlan
 from ds_osdp.quantities import format_bytes, format_seconds
 
-__all__ = ["plan_renderable", "plan_text"]
+if TYPE_CHECKING:
+    from ds_osdp.explain import BudgetPoint, Explanation
+
+__all__ = ["explanation_renderable", "plan_renderable", "plan_text"]
 
 # A whole component of a path: the 3 of "h.3.fc1", not its 1.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -77,3 +81,52 @@ def _joined(units: list[UnitPlan]) -> str:
         spans.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
     position = iter(range(len(numbers[0])))
     return _NUMBER.sub(lambda match: f"{{{','.join(spans)}}}" if next(position) == differing[0] else match.group(), names[0])
+
+
+def explanation_renderable(plan: Plan, reasons: Explanation) -> RenderableType:
+    """The reasons for a plan as something rich can print."""
+    return Group(
+        Text(f"{reasons.binding_moment} binds; {format_bytes(reasons.slack_bytes)} of the budget are left"),
+        Text(f"1 GiB more: {_point(plan, reasons.one_gib_more)}; 1 GiB less: {_point(plan, reasons.one_gib_less)}"),
+        _units_table(plan, reasons),
+        _points_table(plan, reasons),
+        *(Text(f"the rule {rule.match!r} costs {format_seconds(rule.seconds)} a step") for rule in reasons.rules),
+    )
+
+
+def _units_table(plan: Plan, reasons: Explanation) -> Table:
+    table = Table(title="what memory buys", title_justify="left")
+    for heading in ("units", "stage", "memory beyond leanest", "saved per step", "saved per GiB"):
+        table.add_column(heading, justify="left" if heading == "units" else "right")
+    reason_of = {reason.name: reason for reason in reasons.units}
+    for name, units in _classes(plan.units):
+        members = [reason_of[unit.name] for unit in units]
+        spent, saved = sum(r.bytes_spent for r in members), sum(r.seconds_saved for r in members)
+        per_gib = format_seconds(saved / spent * (1 << 30)) if spent > 0 else ""
+        row = (format_bytes(spent), format_seconds(saved), per_gib) if spent > 0 else ("", "", "")
+        table.add_row(name, str(int(units[0].stage)), *row)
+    return table
+
+
+def _points_table(plan: Plan, reasons: Explanation) -> Table:
+    table = Table(title="against stock, and other budgets (all predicted)", title_justify="left")
+    for heading in ("", "peak per rank", "seconds per step", "against this plan"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for stock in reasons.stock:
+        fits = "" if stock.fits else " (does not fit)"
+        ratio = f"{stock.step_seconds / plan.step_seconds:.2f}x"
+        table.add_row(stock.name + fits, format_bytes(stock.peak_bytes), format_seconds(stock.step_seconds), ratio)
+    for point in reasons.curve:
+        name = f"plan for {format_bytes(point.budget_bytes)}"
+        if point.step_seconds is None or point.peak_bytes is None:
+            table.add_row(name, "", "nothing fits", "")
+        else:
+            ratio = f"{point.step_seconds / plan.step_seconds:.2f}x"
+            table.add_row(name, format_bytes(point.peak_bytes), format_seconds(point.step_seconds), ratio)
+    return table
+
+
+def _point(plan: Plan, point: BudgetPoint) -> str:
+    if point.step_seconds is None:
+        return "nothing fits"
+    return f"{format_seconds(point.step_seconds)} a step ({point.step_seconds / plan.step_seconds - 1:+.1%})"

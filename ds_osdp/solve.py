@@ -1,23 +1,34 @@
-"""Run HiGHS on the model and translate what came out: why it stopped, and what it holds, are two questions."""
+"""Find the best choice: a bound from counting kinds, a choice spread over the units, and the exact model where it fits.
+
+Why the solver stopped, and what it holds, are two questions; nothing is read from it before both are answered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from pyomo.common.collections import ComponentMap
 from pyomo.contrib.solver.common.factory import SolverFactory
 from pyomo.contrib.solver.common.results import SolutionStatus, TerminationCondition
 
 from ds_osdp import milp
 from ds_osdp.errors import SolverError
-from ds_osdp.prices import Instance, evaluate
+from ds_osdp.step import Instance, evaluate
 
-__all__ = ["SOLVER", "Solution", "Stop", "fastest", "leanest"]
+__all__ = ["EXACT_UNITS", "SOLVER", "Solution", "Stop", "fastest", "leanest", "relative_gap"]
 
 SOLVER = "HiGHS"
+
+EXACT_UNITS = 48
+"""Models of up to this many units are solved to proof unit by unit; larger ones by kinds, with what that may lose as gap."""
+
+_TIGHTENINGS = 12
+_ROUNDING_NS, _ROUNDING_RELATIVE = 2, 1e-8
+"""The model works in floating-point microseconds, to HiGHS's tolerances: this much is rounding and no gap."""
 
 
 class Stop(Enum):
@@ -26,6 +37,8 @@ class Stop(Enum):
     PROVEN = "proven"
     """No better plan exists, within the gap that was asked for."""
     TIME_LIMIT = "time limit"
+    KINDS = "kinds"
+    """The model is too large to place unit by unit: the gap says what counting kinds may have lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,13 @@ class Solution:
     stop: Stop
     bound_ns: int
     """No choice takes less."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    values: dict[Any, int]
+    bound: float
+    proven: bool
 
 
 def fastest(problem: Instance, budget_bytes: int, *, time_limit_seconds: float, gap: float) -> Solution | None:
@@ -50,37 +70,132 @@ def fastest(problem: Instance, budget_bytes: int, *, time_limit_seconds: float, 
     Raises:
         SolverError: the time ended before any choice was found, or HiGHS failed.
     """
-    allowed = budget_bytes
-    while True:
-        outcome = _run(milp.build(problem, allowed), time_limit_seconds, gap)
-        if outcome is None:
-            return None
-        choice, stop, bound = outcome
-        excess = evaluate(problem, choice).peak_bytes - budget_bytes
-        if excess <= 0:
-            return Solution(choice, stop, bound_ns=max(0, int(bound * 1e3)))
-        # HiGHS accepts a row that is violated by its tolerance, about a byte; a plan must not exceed by any.
-        allowed -= excess
+    deadline = time.monotonic() + time_limit_seconds
+    relaxation = _run(milp.relaxed(problem, budget_bytes), "y", deadline, gap)
+    if relaxation is None:
+        return None  # not even the relaxation fits: no plan does
+    counted = _by_kinds(problem, budget_bytes, relaxation, deadline, gap)
+    if counted is not None and relative_gap(evaluate(problem, counted.choice).step_ns, counted.bound_ns) <= gap:
+        return counted
+    if len(problem.units) > EXACT_UNITS:
+        return counted
+    exact = _unit_by_unit(problem, budget_bytes, deadline, gap)
+    if exact is None or counted is None:
+        return exact
+    best = min((exact, counted), key=lambda s: evaluate(problem, s.choice).step_ns)
+    return Solution(best.choice, exact.stop, max(exact.bound_ns, counted.bound_ns))
 
 
 def leanest(problem: Instance, *, time_limit_seconds: float) -> tuple[int, ...]:
-    """The choice with the least peak memory.
+    """The choice with the least peak memory (for models larger than :data:`EXACT_UNITS`, the leanest option of every unit
+    by kinds).
 
     Raises:
         SolverError: the time ended before any choice was found, or HiGHS failed.
     """
-    outcome = _run(milp.minimise_memory(problem), time_limit_seconds, 0.0)
-    assert outcome is not None, "the leanest plan always exists: every unit has an option"
-    return outcome[0]
+    deadline = time.monotonic() + time_limit_seconds
+    if len(problem.units) <= EXACT_UNITS:
+        outcome = _run(milp.exact_leanest(problem), "x", deadline, 0.0)
+        assert outcome is not None, "every unit has an option"
+        return _unit_choice(problem, outcome)
+    outcome = _run(milp.relaxed_leanest(problem), "y", deadline, 0.0)
+    assert outcome is not None, "every unit has an option"
+    return min(_arrangements(problem, outcome), key=lambda choice: evaluate(problem, choice).peak_bytes)
 
 
-def _run(model: Any, time_limit_seconds: float, gap: float) -> tuple[tuple[int, ...], Stop, float] | None:
-    solver = SolverFactory("highs")
-    results = solver.solve(
+def relative_gap(step_ns: int, bound_ns: int) -> float:
+    """How far a step may be from the best, relative to itself; 0 when only rounding is between it and the bound."""
+    if step_ns - bound_ns <= max(_ROUNDING_NS, _ROUNDING_RELATIVE * step_ns):
+        return 0.0
+    return (step_ns - bound_ns) / step_ns
+
+
+def _by_kinds(problem: Instance, budget_bytes: int, relaxation: _Outcome, deadline: float, gap: float) -> Solution | None:
+    """Spread the counts over the units; if what was spread does not fit, count again with less.
+
+    None when nothing that fits was found, which need not mean that there is nothing.
+    """
+    # The bound of the budget itself bounds every plan; those of the tighter budgets below do not.
+    bound_ns = max(0, int(relaxation.bound * 1e3))
+    allowed, outcome = budget_bytes, relaxation
+    for _ in range(_TIGHTENINGS):
+        totals = [(evaluate(problem, choice), choice) for choice in _arrangements(problem, outcome)]
+        fitting = [(t.step_ns, choice) for t, choice in totals if t.peak_bytes <= budget_bytes]
+        if fitting:
+            step_ns, choice = min(fitting)
+            return Solution(choice, Stop.KINDS if relaxation.proven else Stop.TIME_LIMIT, min(bound_ns, step_ns))
+        allowed -= min(t.peak_bytes for t, _ in totals) - budget_bytes
+        tighter = _run(milp.relaxed(problem, allowed), "y", deadline, gap) if allowed > 0 else None
+        if tighter is None or time.monotonic() > deadline:
+            break
+        outcome = tighter
+    if len(problem.units) <= EXACT_UNITS:
+        return None  # the exact model will tell
+    choice = leanest(problem, time_limit_seconds=max(1.0, deadline - time.monotonic()))
+    totals_of_leanest = evaluate(problem, choice)
+    if totals_of_leanest.peak_bytes > budget_bytes:
+        return None
+    return Solution(choice, Stop.KINDS, min(bound_ns, totals_of_leanest.step_ns))
+
+
+def _unit_by_unit(problem: Instance, budget_bytes: int, deadline: float, gap: float) -> Solution | None:
+    allowed = budget_bytes
+    while True:
+        outcome = _run(milp.exact(problem, allowed), "x", deadline, gap)
+        if outcome is None:
+            return None
+        choice = _unit_choice(problem, outcome)
+        totals = evaluate(problem, choice)
+        if totals.peak_bytes <= budget_bytes:
+            stop = Stop.PROVEN if outcome.proven else Stop.TIME_LIMIT
+            return Solution(choice, stop, min(max(0, int(outcome.bound * 1e3)), totals.step_ns))
+        # HiGHS accepts a row that is violated by its tolerance, about a byte; a plan must not exceed by any.
+        allowed -= totals.peak_bytes - budget_bytes
+
+
+def _unit_choice(problem: Instance, outcome: _Outcome) -> tuple[int, ...]:
+    taken = {u: o for (u, o), value in outcome.values.items() if value}
+    return tuple(taken[u] for u in range(len(problem.units)))
+
+
+def _arrangements(problem: Instance, outcome: _Outcome) -> Iterator[tuple[int, ...]]:
+    """The counts of every kind spread over its units, in a few fixed ways: so equal input gives equal plans."""
+    counts: dict[int, list[int]] = {}
+    for (kind, option), number in sorted(outcome.values.items()):
+        counts.setdefault(kind, []).extend([option] * number)
+    yield _dealt(problem, counts)
+    yield _dealt(problem, {kind: options[::-1] for kind, options in counts.items()})
+    yield _dealt(problem, {kind: _evenly(options) for kind, options in counts.items()})
+
+
+def _dealt(problem: Instance, options: dict[int, list[int]]) -> tuple[int, ...]:
+    position: Counter[int] = Counter()
+    choice = []
+    for kind in problem.kind_of:
+        choice.append(options[kind][position[kind]])
+        position[kind] += 1
+    return tuple(choice)
+
+
+def _evenly(options: Sequence[int]) -> list[int]:
+    """The same options, each spread as evenly as it can be."""
+    number = Counter(options)
+    places = [((i + 0.5) / count, option) for option, count in number.items() for i in range(count)]
+    return [option for _, option in sorted(places)]
+
+
+def _run(model: Any, variable: str, deadline: float, gap: float) -> _Outcome | None:
+    """Solve; None when there is no solution.
+
+    Raises:
+        SolverError: the time ended before any solution was found, or HiGHS failed.
+    """
+    seconds = max(0.5, deadline - time.monotonic())
+    results = SolverFactory("highs").solve(
         model,
         load_solutions=False,
         raise_exception_on_nonoptimal_result=False,
-        time_limit=time_limit_seconds,
+        time_limit=seconds,
         rel_gap=gap,
         abs_gap=0.0,
         # One thread: the same input must give the same plan on every machine.
@@ -90,23 +205,13 @@ def _run(model: Any, time_limit_seconds: float, gap: float) -> tuple[tuple[int, 
     condition = results.termination_condition
     if condition is TerminationCondition.provenInfeasible:
         return None
-    stops = {
-        TerminationCondition.convergenceCriteriaSatisfied: Stop.PROVEN,
-        TerminationCondition.maxTimeLimit: Stop.TIME_LIMIT,
-    }
-    if condition not in stops or results.solution_status not in (SolutionStatus.optimal, SolutionStatus.feasible):
+    proven = condition is TerminationCondition.convergenceCriteriaSatisfied
+    if not proven and condition is not TerminationCondition.maxTimeLimit:
+        raise SolverError(f"{SOLVER} failed: {condition.name}")
+    if results.solution_status not in (SolutionStatus.optimal, SolutionStatus.feasible):
         raise SolverError(
-            f"{SOLVER} stopped ({condition.name}) without a plan after {time_limit_seconds:g} s: raise "
-            "osdp.solver.time_limit_s, or pin more parameters with osdp.rules"
+            f"{SOLVER} found no plan in {seconds:.3g} s: raise osdp.solver.time_limit_s, or pin more parameters with osdp.rules"
         )
+    variables = getattr(model, variable)
     values = results.solution_loader.get_vars()
-    return _choice(model, values), stops[condition], results.objective_bound
-
-
-def _choice(model: Any, values: ComponentMap[Any, float]) -> tuple[int, ...]:
-    value: Callable[[Any], float] = values.__getitem__
-    taken: dict[int, int] = {}
-    for u, o in model.UO:
-        if value(model.x[u, o]) > 0.5:
-            taken[u] = o
-    return tuple(taken[u] for u in model.U)
+    return _Outcome({index: round(values[variables[index]]) for index in variables}, float(results.objective_bound), proven)

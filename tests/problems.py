@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from ds_osdp.cluster import Cluster, Collectives, Device, Link
 from ds_osdp.job import Job
+from ds_osdp.plan import Stage
+from ds_osdp.prices import Space
 from ds_osdp.profile import ModelProfile, ParameterProfile, UnitProfile, Work
 
 
@@ -38,7 +40,16 @@ def a_job(**changes: object) -> Job:
     return Job.model_validate({**values, **changes})
 
 
-def a_unit(name: str, rows: int, columns: int = 100, *, trainable: bool = True, tokens: int = 64) -> UnitProfile:
+def a_unit(
+    name: str,
+    rows: int,
+    columns: int = 100,
+    *,
+    trainable: bool = True,
+    tokens: int = 64,
+    recomputable: bool = False,
+    split_rows: int = 1,
+) -> UnitProfile:
     weight = ParameterProfile(name=f"{name}.weight", shape=(rows, columns), dtype="bfloat16", trainable=trainable)
     bias = ParameterProfile(name=f"{name}.bias", shape=(rows,), dtype="bfloat16", trainable=trainable)
     flops = 2 * tokens * rows * columns
@@ -49,6 +60,8 @@ def a_unit(name: str, rows: int, columns: int = 100, *, trainable: bool = True, 
         backward=Work(flops=2 * flops, bytes_moved=tokens * rows),
         activation_bytes=2 * tokens * columns,
         transient_bytes=2 * tokens * rows,
+        recomputable=recomputable,
+        split_rows=split_rows,
     )
 
 
@@ -57,13 +70,31 @@ def a_profile(units: list[UnitProfile], micro_batch: int = 1) -> ModelProfile:
 
 
 @st.composite
-def profiles(draw: st.DrawFn, most_units: int = 7) -> ModelProfile:
-    sizes = draw(st.lists(st.integers(1, 400), min_size=1, max_size=most_units))
-    trainable = draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
-    trainable[0] = True
-    return a_profile([a_unit(f"u{i}", rows, trainable=t) for i, (rows, t) in enumerate(zip(sizes, trainable, strict=True))])
+def profiles(draw: st.DrawFn, most_units: int = 4) -> ModelProfile:
+    """Few units, some of them equal: counting kinds and placing units must both be right."""
+    variants = draw(
+        st.lists(
+            st.tuples(st.integers(1, 400), st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=3, unique=True
+        )
+    )
+    picks = draw(st.lists(st.integers(0, len(variants) - 1), min_size=1, max_size=most_units))
+    units = []
+    for i, pick in enumerate(picks):
+        rows, trainable, recomputable, splittable = variants[pick]
+        split_rows = rows if splittable else 1
+        units.append(a_unit(f"u{i}", rows, trainable=trainable, recomputable=recomputable, split_rows=split_rows))
+    return a_profile(units)
 
 
+spaces = st.sampled_from(
+    [
+        Space((Stage.REPLICATED, Stage.FULLY_SHARDED)),
+        Space(tuple(Stage)),
+        Space(tuple(Stage), node_degree=True),
+        Space((Stage.REPLICATED, Stage.FULLY_SHARDED), max_slices=3, recompute=True),
+        Space(tuple(Stage), node_degree=True, max_slices=2, recompute=True),
+    ]
+)
 clusters = st.builds(
     a_cluster,
     latency=st.sampled_from([0.0, 1e-6, 1e-4]),
@@ -72,7 +103,7 @@ clusters = st.builds(
 )
 jobs = st.builds(
     a_job,
-    world_size=st.sampled_from([1, 2, 3, 8]),
+    world_size=st.sampled_from([1, 2, 3, 8, 16]),
     accumulation=st.sampled_from([1, 2, 4]),
     gradient_dtype=st.sampled_from(["bfloat16", "float32"]),
     prefetch_bucket_size=st.sampled_from([0, 10_000, 1_000_000]),

@@ -8,47 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_osdp.prices import Instance, Price
+from ds_osdp.prices import Price
+from ds_osdp.step import Instance
 
 Task = tuple[str, int]
 
 
 def replay_step_ns(problem: Instance, choice: Sequence[int]) -> int:
     """Nanoseconds of one optimizer step of the chosen options."""
-    chosen = [prices[index] for prices, index in zip(problem.prices, choice, strict=True)]
+    chosen = problem.chosen(choice)
     total = 0
     for micro_step in range(problem.accumulation):
         last = micro_step == problem.accumulation - 1
-        total += _play(*_forward(problem, chosen)) + _play(*_backward(problem, chosen, last))
+        total += _play(*_forward(chosen)) + _play(*_backward(chosen, problem.look_ahead, last))
     return total + sum(p.update_ns for p in chosen)
 
 
-def _forward(problem: Instance, chosen: Sequence[Price]) -> tuple[list[list[Task]], dict[Task, int], dict[Task, list[Task]]]:
+def _forward(chosen: Sequence[Price]) -> tuple[list[list[Task]], dict[Task, int], dict[Task, list[Task]]]:
     units = range(len(chosen))
     seconds = {("gather", u): chosen[u].gather_forward_ns for u in units}
-    seconds |= {("compute", u): problem.forward_ns[u] + chosen[u].forward_extra_ns for u in units}
+    seconds |= {("compute", u): chosen[u].forward_ns for u in units}
     waits: dict[Task, list[Task]] = {("compute", u): [("gather", u)] for u in units}
     return [[("gather", u) for u in units], [("compute", u) for u in units]], seconds, waits
 
 
 def _backward(
-    problem: Instance, chosen: Sequence[Price], last: bool
+    chosen: Sequence[Price], look_ahead: int, last: bool
 ) -> tuple[list[list[Task]], dict[Task, int], dict[Task, list[Task]]]:
     order = list(reversed(range(len(chosen))))
     seconds = {("gather", u): chosen[u].gather_backward_ns for u in order}
-    seconds |= {("compute", u): problem.backward_ns[u] + chosen[u].backward_extra_ns for u in order}
+    seconds |= {("compute", u): chosen[u].backward_ns for u in order}
     seconds |= {("reduce", u): chosen[u].last_reduce_ns if last else chosen[u].reduce_ns for u in order}
     waits: dict[Task, list[Task]] = {}
     for u in order:
         waits[("compute", u)] = [("gather", u)]
         waits[("reduce", u)] = [("compute", u)]
-    # The channel asks for the next unit's parameters before it sends the gradient just computed.
-    channel: list[Task] = []
-    for position, u in enumerate(order):
-        channel.append(("gather", u))
-        if position:
-            channel.append(("reduce", order[position - 1]))
-    channel.append(("reduce", order[-1]))
+    # The channel has asked for the parameters of some units ahead before it sends a gradient.
+    channel: list[Task] = [("gather", u) for u in order[:look_ahead]]
+    for sent, ahead in enumerate(order[look_ahead:]):
+        channel += [("gather", ahead), ("reduce", order[sent])]
+    channel += [("reduce", u) for u in order[max(0, len(order) - look_ahead) :]]
     return [channel, [("compute", u) for u in order]], seconds, waits
 
 
