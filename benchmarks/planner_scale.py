@@ -26,7 +26,7 @@ LAYERS = (12, 96, 1_000, 10_000)
 WORLDS = (8, 128, 2_048, 16_384)
 BUDGET_SHARES = (0.25, 0.5, 0.75)
 """Of the way from the leanest uniform plan to the fastest."""
-TIME_LIMIT_SECONDS = 3.0
+TIME_LIMIT_SECONDS = 2.8
 TOKENS = 2048
 
 

@@ -109,7 +109,7 @@ def _instance(profile: dict[str, Any], case: dict[str, Any]) -> Instance:
     # The options are the paper's, not stages of ours: only their number matters here.
     options = tuple(Option(Stage.FULLY_SHARDED, 1, slices=i + 1) for i in range(len(prices)))
     layers = case["layers"]
-    nothing = (Ahead(0, 0, 0),) * layers
+    nothing = Ahead(*(np.zeros(layers, dtype=np.int64) for _ in range(3)))
     return Instance(
         units=tuple(f"layer {i}" for i in range(layers)),
         kinds=(Kind(options, prices, kept=False),),
@@ -118,7 +118,6 @@ def _instance(profile: dict[str, Any], case: dict[str, Any]) -> Instance:
         ahead_backward=nothing,
         bucket_bytes=0,
         staging_bytes=0,
-        look_ahead=1,
         accumulation=1,
         samples_per_step=1,
     )

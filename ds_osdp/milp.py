@@ -4,7 +4,6 @@ Sets and data
     U           units 1..n in the order of one forward; K kinds of units that cost the same, n_k of each
     O_k         options of kind k, each with a price
     A           micro-steps per optimizer step
-    D           units whose gathers go before a reduction in backward
 
 Variables
     x_uo        1 if unit u takes option o                                      binary
@@ -19,8 +18,9 @@ Variables
     backward: gathers, computation, reductions on the same channel                       (5)
     the same for the last micro-step, with its own reductions                            (6)
 
-:func:`exact` is that model.  :func:`relaxed` counts: y_ko units of kind k take option o, and of (3) to (6) it keeps what
-holds whichever units these are.  Its optimum bounds the exact one from below, and its size does not grow with n.
+:func:`exact` is that model.  :func:`relaxed` counts: y_ko units of group k (a kind, or a single unit at either end) take
+option o, and of (3) to (6) it keeps what holds whichever units these are.  Its optimum bounds the exact one from below, and
+its size does not grow with n.
 
 Times are in microseconds and bytes in MiB, so that coefficients are near one another and HiGHS's absolute tolerances
 mean a byte and a picosecond.
@@ -28,16 +28,21 @@ mean a byte and a picosecond.
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left
 
 import pyomo.environ as pyo
 
 from ds_osdp.step import Instance
 
-__all__ = ["exact", "exact_leanest", "relaxed", "relaxed_leanest"]
+__all__ = ["exact", "exact_leanest", "groups", "relaxed", "relaxed_leanest"]
 
 _MIB = float(1 << 20)
 _US = 1e3  # nanoseconds
+
+ENDS = 3
+"""Units at either end that :func:`relaxed` counts one by one: what a pass begins and ends with is not hidden."""
+ROWS = 16
+"""Groups whose last backward :func:`relaxed` checks against the budget."""
 
 
 def exact(problem: Instance, budget_bytes: int) -> pyo.ConcreteModel:
@@ -123,14 +128,14 @@ def _memory(m, problem: Instance, budget) -> None:
 
     @m.Constraint(m.U, doc="(3) memory in the forward of unit u")
     def memory_forward(m, u):
-        a = problem.ahead_forward[u]
-        ahead = m.H[a.end] - m.H[a.begin] + a.bytes / _MIB
+        a = problem.ahead_forward
+        ahead = m.H[int(a.end[u])] - m.H[int(a.begin[u])] + float(a.bytes[u]) / _MIB
         return m.resident + m.S[u] + gathered(u) + _chosen(m, problem, u, "forward_bytes", _MIB) + ahead <= budget
 
     @m.Constraint(m.U, doc="(3) memory in the backward of unit u")
     def memory_backward(m, u):
-        a = problem.ahead_backward[u]
-        ahead = m.D[a.end] - m.D[a.begin] + a.bytes / _MIB
+        a = problem.ahead_backward
+        ahead = m.D[int(a.end[u])] - m.D[int(a.begin[u])] + float(a.bytes[u]) / _MIB
         own = _chosen(m, problem, u, "activation_bytes", _MIB) + gathered(u)
         working = _chosen(m, problem, u, "backward_bytes", _MIB)
         return m.resident + problem.staging_bytes / _MIB + m.S[u] + own + working + ahead <= budget
@@ -167,7 +172,7 @@ def _forward(m, problem: Instance) -> pyo.Block:
 
 
 def _backward(m, problem: Instance, *, last: bool) -> pyo.Block:
-    n, D = len(problem.units), problem.look_ahead
+    n = len(problem.units)
     number = "(6)" if last else "(5)"
     block = pyo.Block(concrete=True)
     block.G = pyo.Var(m.U, domain=pyo.NonNegativeReals, doc="end of the gather of unit u")
@@ -178,18 +183,15 @@ def _backward(m, problem: Instance, *, last: bool) -> pyo.Block:
     def compute(u):
         return _chosen(m, problem, u, "backward_ns", _US)
 
+    def gather(u):
+        return _chosen(m, problem, u, "gather_backward_ns", _US)
+
     def reduction(u):
         return _chosen(m, problem, u, "last_reduce_ns" if last else "reduce_ns", _US)
 
     @block.Constraint(m.U, doc=f"{number} gathers in order")
     def gathers(block, u):
-        return block.G[u] >= (block.G[u + 1] if u + 1 < n else 0) + _chosen(m, problem, u, "gather_backward_ns", _US)
-
-    @block.Constraint(m.U, doc=f"{number} a gather goes behind the reduction of the unit D + 1 before it")
-    def behind_reduction(block, u):
-        if u + D + 1 >= n:
-            return pyo.Constraint.Skip
-        return block.G[u] >= block.R[u + D + 1] + _chosen(m, problem, u, "gather_backward_ns", _US)
+        return block.G[u] == (block.G[u + 1] if u + 1 < n else 0) + gather(u)
 
     @block.Constraint(m.U, doc=f"{number} computation follows the gather")
     def follows_gather(block, u):
@@ -203,57 +205,79 @@ def _backward(m, problem: Instance, *, last: bool) -> pyo.Block:
     def follows_computation(block, u):
         return block.R[u] >= block.C[u] + reduction(u)
 
-    @block.Constraint(m.U, doc=f"{number} a reduction goes behind the gather of the unit D after it")
-    def behind_gather(block, u):
-        return block.R[u] >= block.G[max(u - D, 0)] + reduction(u)
-
     @block.Constraint(m.U, doc=f"{number} reductions in order")
     def reductions(block, u):
         return block.R[u] >= block.R[u + 1] + reduction(u) if u + 1 < n else pyo.Constraint.Skip
 
-    @block.Constraint([0, 1], doc=f"{number} the pass ends with the last computation and the last reduction")
-    def ends(block, i):
-        return block.end >= (block.C[0] if i == 0 else block.R[0])
+    @block.Constraint(doc=f"{number} the pass ends with the last computation")
+    def ends_with_computation(block):
+        return block.end >= block.C[0]
+
+    @block.Constraint(doc=f"{number} and with the last reduction")
+    def ends_with_reduction(block):
+        return block.end >= block.R[0]
+
+    @block.Constraint(doc=f"{number} gathers and reductions share the channel")
+    def channel(block):
+        return block.end >= pyo.quicksum(gather(u) + reduction(u) for u in m.U)
 
     return block
 
 
 def relaxed(problem: Instance, budget_bytes: int) -> pyo.ConcreteModel:
-    """A relaxation of :func:`exact` that counts units by kind; its objective bounds the step from below (microseconds)."""
+    """A relaxation of :func:`exact` that counts units by group; its objective bounds the step from below (microseconds)."""
     m = _counts(problem)
     A = problem.accumulation
     _relaxed_memory(m, problem, budget_bytes / _MIB)
-    first, last = problem.kind_of[0], problem.kind_of[-1]
-
-    def total(name):
-        return _total(m, problem, name, _US)
-
-    def least(kind, name):
-        return min(getattr(p, name) for p in problem.kinds[kind].prices) / _US
-
-    m.F = pyo.Var(domain=pyo.NonNegativeReals)
-    m.forward_computes = pyo.Constraint(
-        expr=total("forward_ns") + _single(m, problem, first, "gather_forward_ns") <= m.F,
-        doc="(4) computation is one after the other",
-    )
-    m.forward_gathers = pyo.Constraint(
-        expr=total("gather_forward_ns") + least(last, "forward_ns") <= m.F, doc="(4) so are gathers, and the last unit computes"
-    )
-    step = A * m.F + total("update_ns")
-    for name, times in (("last_reduce_ns", 1), ("reduce_ns", A - 1)):
-        if not times:
-            continue
-        B = pyo.Var(domain=pyo.NonNegativeReals)
-        m.add_component(f"B_{name}", B)
-        computes = (
-            total("backward_ns") + _single(m, problem, last, "gather_backward_ns") + _single(m, problem, first, name)
-        ) <= B
-        channel = total("gather_backward_ns") + total(name) <= B
-        m.add_component(f"computes_{name}", pyo.Constraint(expr=computes, doc="(5), (6) computation is one after the other"))
-        m.add_component(f"channel_{name}", pyo.Constraint(expr=channel, doc="(5), (6) so is the channel"))
-        step += times * B
+    m.forward = _relaxed_pass(m, problem, ("gather_forward_ns", "forward_ns"), m.slots)
+    step = A * m.forward.end + _total(m, problem, "update_ns", _US)
+    for reduction, times in (("last_reduce_ns", 1), ("reduce_ns", A - 1)):
+        if times:
+            machines = ("gather_backward_ns", "backward_ns", reduction)
+            block = _relaxed_pass(m, problem, machines, m.slots[::-1])
+            m.add_component(f"backward_{reduction}", block)
+            step += times * block.end
     m.step = pyo.Objective(expr=step, sense=pyo.minimize, doc="(1) a lower bound of one optimizer step")
     return m
+
+
+def _relaxed_pass(m, problem: Instance, machines, slots) -> pyo.Block:
+    """(4), (5) or (6) over slots: every unit at either end is one, and all groups between are one together.
+
+    Each machine takes its slots in order, and a unit waits for the machine before.  Within the slot of all groups nobody
+    waits: where its units stand is not known.  A machine with no work for anyone lets every unit pass.
+    """
+    channel = [machines[0], machines[2]] if len(machines) > 2 else []
+    machines = [name for name in machines if any(getattr(p, name) for kind in problem.kinds for p in kind.prices)]
+    block = pyo.Block(concrete=True)
+    block.end = pyo.Var(domain=pyo.NonNegativeReals)
+    if not machines:
+        return block
+    block.S = pyo.RangeSet(0, len(slots) - 1)
+    block.M = pyo.RangeSet(0, len(machines) - 1)
+    block.E = pyo.Var(block.M, block.S, domain=pyo.NonNegativeReals, doc="when machine i ends slot s")
+
+    def takes(i, s):
+        return pyo.quicksum(_group_total(m, problem, k, machines[i], _US) for k in slots[s])
+
+    @block.Constraint(block.M, block.S, doc="in order")
+    def in_order(block, i, s):
+        return block.E[i, s] >= (block.E[i, s - 1] if s else 0) + takes(i, s)
+
+    @block.Constraint(block.M, block.S, doc="behind the machine before")
+    def behind(block, i, s):
+        if i == 0 or len(slots[s]) > 1:
+            return pyo.Constraint.Skip
+        return block.E[i, s] >= block.E[i - 1, s] + takes(i, s)
+
+    @block.Constraint(block.M)
+    def ends(block, i):
+        return block.end >= block.E[i, len(slots) - 1]
+
+    if channel and all(name in machines for name in channel):
+        sent = pyo.quicksum(_total(m, problem, name, _US) for name in channel)
+        block.channel = pyo.Constraint(expr=block.end >= sent, doc="gathers and reductions share the channel")
+    return block
 
 
 def relaxed_leanest(problem: Instance) -> pyo.ConcreteModel:
@@ -265,73 +289,100 @@ def relaxed_leanest(problem: Instance) -> pyo.ConcreteModel:
     return m
 
 
+def groups(problem: Instance) -> list[list[int]]:
+    """Units counted together: those of one kind, but each of the first and the last few by itself.
+
+    What a pass begins and ends with is not hidden behind anything, so it matters which units these are.
+    """
+    n = len(problem.units)
+    by_kind: dict[int, list[int]] = {}
+    alone = []
+    for u, kind in enumerate(problem.kind_of):
+        if u < ENDS or u >= n - ENDS:
+            alone.append([u])
+        else:
+            by_kind.setdefault(kind, []).append(u)
+    return alone + list(by_kind.values())
+
+
+def _slots(members: list[list[int]], n: int) -> list[list[int]]:
+    """Groups in the order of one forward, those between the two ends together."""
+    group_of = {units[0]: k for k, units in enumerate(members)}
+    ends = [u for u in range(n) if u < ENDS or u >= n - ENDS]
+    between = [k for k, units in enumerate(members) if ENDS <= units[0] < n - ENDS]
+    slots = [[group_of[u]] for u in ends]
+    return [*slots[:ENDS], between, *slots[ENDS:]] if between else slots
+
+
 def _counts(problem: Instance) -> pyo.ConcreteModel:
     m = pyo.ConcreteModel()
-    m.count = Counter(problem.kind_of)
-    m.K = pyo.RangeSet(0, len(problem.kinds) - 1)
-    m.KO = pyo.Set(initialize=[(k, o) for k in m.K for o in range(len(problem.kinds[k].options))], ordered=True)
-    m.y = pyo.Var(m.KO, domain=pyo.NonNegativeIntegers, bounds=lambda m, k, o: (0, m.count[k]))
+    m.members = groups(problem)
+    m.kind = [problem.kind_of[units[0]] for units in m.members]
+    m.slots = _slots(m.members, len(problem.units))
+    m.K = pyo.RangeSet(0, len(m.members) - 1)
+    m.KO = pyo.Set(initialize=[(k, o) for k in m.K for o in range(len(problem.kinds[m.kind[k]].options))], ordered=True)
+    m.y = pyo.Var(m.KO, domain=pyo.NonNegativeIntegers, bounds=lambda m, k, o: (0, len(m.members[k])))
 
     @m.Constraint(m.K, doc="(2) one option per unit")
     def one_option(m, k):
-        return pyo.quicksum(m.y[k, o] for o in range(len(problem.kinds[k].options))) == m.count[k]
+        return pyo.quicksum(m.y[k, o] for o in range(len(problem.kinds[m.kind[k]].options))) == len(m.members[k])
 
     return m
 
 
+def _group_total(m, problem: Instance, k: int, name: str, scale: float):
+    """A price added up over the units of a group, linear in y."""
+    values = [getattr(p, name) for p in problem.kinds[m.kind[k]].prices]
+    least = min(values)
+    more = pyo.quicksum((v - least) / scale * m.y[k, o] for o, v in enumerate(values) if v > least)
+    return least / scale * len(m.members[k]) + more
+
+
 def _total(m, problem: Instance, name: str, scale: float):
-    """A price added up over all units, linear in y."""
-    return pyo.quicksum(getattr(problem.kinds[k].prices[o], name) / scale * m.y[k, o] for k, o in m.KO)
-
-
-def _single(m, problem: Instance, kind: int, name: str):
-    """A price of one certain unit of a kind: exact if it is the only one, else the least of its options."""
-    prices = problem.kinds[kind].prices
-    if m.count[kind] == 1:
-        return pyo.quicksum(getattr(p, name) / _US * m.y[kind, o] for o, p in enumerate(prices))
-    return min(getattr(p, name) for p in prices) / _US
+    """A price added up over all units."""
+    return pyo.quicksum(_group_total(m, problem, k, name, scale) for k in m.K)
 
 
 def _relaxed_memory(m, problem: Instance, budget) -> None:
-    """Of (3), the updates, and the backward of the last unit of every kind."""
+    """Of (3), the updates, and the backward of the last unit of every group."""
     resident = _total(m, problem, "resident_bytes", _MIB) + problem.bucket_bytes / _MIB
     m.degrees = pyo.Set(initialize=_degrees(problem), ordered=True)
 
     @m.Constraint(m.degrees, doc="(3) memory while the optimizer updates what is spread over d ranks")
     def memory_update(m, d):
         updated = (
-            problem.kinds[k].prices[o].update_bytes / _MIB * m.y[k, o]
+            problem.kinds[m.kind[k]].prices[o].update_bytes / _MIB * m.y[k, o]
             for k, o in m.KO
-            if problem.kinds[k].options[o].degree == d
+            if problem.kinds[m.kind[k]].options[o].degree == d
         )
         return resident + pyo.quicksum(updated) <= budget
 
-    last_of = {kind: u for u, kind in enumerate(problem.kind_of)}
-    behind: Counter[int] = Counter()
-    behind_last: dict[int, Counter[int]] = {}
-    for u in range(len(problem.units) - 1, -1, -1):
-        kind = problem.kind_of[u]
-        behind[kind] += 1
-        if last_of[kind] == u:
-            behind_last[kind] = Counter(behind)
-            behind_last[kind][kind] -= 1  # the unit itself counts
-
     def saved(p, kept):
-        return p.activation_bytes + (p.gathered_bytes if kept else 0)
+        return (p.activation_bytes + (p.gathered_bytes if kept else 0)) / _MIB
 
-    @m.Constraint(m.K, doc="(3) memory in the backward of the last unit of kind k, whichever units took which option")
+    # Some rows are enough for a bound: those of the ends, and of the groups that need most to work.
+    largest = sorted(m.K, key=lambda k: -max(p.backward_bytes + p.gathered_bytes for p in problem.kinds[m.kind[k]].prices))
+    ends = [slot[0] for slot in m.slots if len(slot) == 1]
+    m.rows = pyo.Set(initialize=sorted({*largest[:ROWS], *ends}), ordered=True)
+
+    @m.Constraint(m.rows, doc="(3) memory in the backward of the last unit of group k, whichever units took which option")
     def memory_backward(m, k):
+        last = m.members[k][-1]
         alive = 0
         for j in m.K:
-            kind = problem.kinds[j]
-            left_out = behind_last[k][j]
-            if left_out == m.count[j]:
-                continue
-            most = max(saved(p, kind.kept) for p in kind.prices) / _MIB
-            alive += pyo.quicksum(saved(p, kind.kept) / _MIB * m.y[j, o] for o, p in enumerate(kind.prices)) - left_out * most
-        a = problem.ahead_backward[last_of[k]]
-        working = min(p.backward_bytes + (0 if problem.kinds[k].kept else p.gathered_bytes) for p in problem.kinds[k].prices)
-        return resident + alive + (problem.staging_bytes + working + a.bytes) / _MIB <= budget
+            kind = problem.kinds[m.kind[j]]
+            before = bisect_left(m.members[j], last)
+            if before:
+                most = max(saved(p, kind.kept) for p in kind.prices)
+                all_of_it = pyo.quicksum(saved(p, kind.kept) * m.y[j, o] for o, p in enumerate(kind.prices))
+                alive += all_of_it - (len(m.members[j]) - before) * most
+        own = problem.kinds[m.kind[k]].prices
+        working = [p.backward_bytes + p.activation_bytes + p.gathered_bytes for p in own]
+        here = min(working) / _MIB
+        if len(m.members[k]) == 1:
+            here = pyo.quicksum(size / _MIB * m.y[k, o] for o, size in enumerate(working))
+        ahead = float(problem.ahead_backward.bytes[last])
+        return resident + alive + here + (problem.staging_bytes + ahead) / _MIB <= budget
 
 
 def _degrees(problem: Instance) -> list[int]:

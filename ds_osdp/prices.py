@@ -23,6 +23,7 @@ __all__ = [
     "Price",
     "Space",
     "collective_seconds",
+    "kept_until_backward",
     "legal_options",
     "nanoseconds",
     "price",
@@ -270,15 +271,15 @@ def _update_bytes_moved(job: Job) -> int:
     return 20 + 8 * job.optimizer_states + copy_back
 
 
-def kept_until_backward(units: Sequence[UnitProfile], job: Job) -> list[bool]:
-    """Whether DeepSpeed keeps each gathered unit from its forward to its backward.
+def kept_until_backward(elements: Sequence[int], job: Job) -> list[bool]:
+    """Whether DeepSpeed keeps each gathered unit, of so many elements, from its forward to its backward.
 
     It does when fewer than ``stage3_max_reuse_distance`` elements are used in between (each later unit twice:
     ``PartitionedParameterCoordinator.__params_to_release``), or when the prefetcher has by then looked past the
     backward use, which it does when the later units fit the prefetch bucket.
     """
     later, kept = 0, []
-    for unit in reversed(units):
+    for own in reversed(elements):
         kept.append(2 * later < job.max_reuse_distance or later < job.prefetch_bucket_size)
-        later += unit.numel
+        later += own
     return kept[::-1]

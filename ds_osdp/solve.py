@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import highspy
 from pyomo.contrib.solver.common.factory import SolverFactory
 from pyomo.contrib.solver.common.results import SolutionStatus, TerminationCondition
 
@@ -23,10 +24,14 @@ __all__ = ["EXACT_UNITS", "SOLVER", "Solution", "Stop", "fastest", "leanest", "r
 
 SOLVER = "HiGHS"
 
-EXACT_UNITS = 48
-"""Models of up to this many units are solved to proof unit by unit; larger ones by kinds, with what that may lose as gap."""
+EXACT_UNITS = 400
+"""Models of up to this many units are solved unit by unit if counting kinds leaves a gap; larger ones keep the gap."""
 
 _TIGHTENINGS = 12
+_COUNTING_SHARE = 0.4
+"""Of the time, at most, for the relaxation: the exact model needs the rest."""
+_POLISHING_SHARE = 0.5
+"""Of the time left to the exact model: HiGHS bounds well at once, and a plan close to the bound is quicker found by hand."""
 _ROUNDING_NS, _ROUNDING_RELATIVE = 2, 1e-8
 """The model works in floating-point microseconds, to HiGHS's tolerances: this much is rounding and no gap."""
 
@@ -70,18 +75,25 @@ def fastest(problem: Instance, budget_bytes: int, *, time_limit_seconds: float, 
     Raises:
         SolverError: the time ended before any choice was found, or HiGHS failed.
     """
-    deadline = time.monotonic() + time_limit_seconds
-    relaxation = _run(milp.relaxed(problem, budget_bytes), "y", deadline, gap)
+    began = time.monotonic()
+    deadline = began + time_limit_seconds
+    few_groups = len(milp.groups(problem)) <= len(problem.units) // 2
+    if len(problem.units) <= EXACT_UNITS and not few_groups:
+        return _unit_by_unit(problem, budget_bytes, deadline, gap)
+    relaxation = _run(milp.relaxed(problem, budget_bytes), "y", began + _COUNTING_SHARE * time_limit_seconds, gap)
     if relaxation is None:
         return None  # not even the relaxation fits: no plan does
     counted = _by_kinds(problem, budget_bytes, relaxation, deadline, gap)
-    if counted is not None and relative_gap(evaluate(problem, counted.choice).step_ns, counted.bound_ns) <= gap:
+    enough = counted is not None and relative_gap(evaluate(problem, counted.choice).step_ns, counted.bound_ns) <= gap
+    if enough or len(problem.units) > EXACT_UNITS:
         return counted
-    if len(problem.units) > EXACT_UNITS:
-        return counted
-    exact = _unit_by_unit(problem, budget_bytes, deadline, gap)
-    if exact is None or counted is None:
-        return exact
+    if counted is None:
+        return _unit_by_unit(problem, budget_bytes, deadline, gap)
+    try:
+        exact = _unit_by_unit(problem, budget_bytes, deadline, gap)
+    except SolverError:
+        return counted  # no better one was found in time
+    assert exact is not None, "what was counted fits"
     best = min((exact, counted), key=lambda s: evaluate(problem, s.choice).step_ns)
     return Solution(best.choice, exact.stop, max(exact.bound_ns, counted.bound_ns))
 
@@ -141,16 +153,35 @@ def _by_kinds(problem: Instance, budget_bytes: int, relaxation: _Outcome, deadli
 def _unit_by_unit(problem: Instance, budget_bytes: int, deadline: float, gap: float) -> Solution | None:
     allowed = budget_bytes
     while True:
-        outcome = _run(milp.exact(problem, allowed), "x", deadline, gap)
+        outcome = _run(milp.exact(problem, allowed), "x", deadline - _POLISHING_SHARE * (deadline - time.monotonic()), gap)
         if outcome is None:
             return None
         choice = _unit_choice(problem, outcome)
-        totals = evaluate(problem, choice)
-        if totals.peak_bytes <= budget_bytes:
-            stop = Stop.PROVEN if outcome.proven else Stop.TIME_LIMIT
-            return Solution(choice, stop, min(max(0, int(outcome.bound * 1e3)), totals.step_ns))
+        excess = evaluate(problem, choice).peak_bytes - budget_bytes
+        if excess <= 0:
+            break
         # HiGHS accepts a row that is violated by its tolerance, about a byte; a plan must not exceed by any.
-        allowed -= totals.peak_bytes - budget_bytes
+        allowed -= excess
+    if not outcome.proven:
+        choice = _polished(problem, choice, budget_bytes, deadline)
+    bound_ns = min(max(0, int(outcome.bound * 1e3)), evaluate(problem, choice).step_ns)
+    return Solution(choice, Stop.PROVEN if outcome.proven else Stop.TIME_LIMIT, bound_ns)
+
+
+def _polished(problem: Instance, choice: tuple[int, ...], budget_bytes: int, deadline: float) -> tuple[int, ...]:
+    """``choice`` with single units moved to faster options, as long as there is one and time."""
+    best, step_ns = list(choice), evaluate(problem, choice).step_ns
+    improved = True
+    while improved:
+        improved = False
+        for u in range(len(best)):
+            for option in range(len(problem.options(u))):
+                if time.monotonic() > deadline:
+                    return tuple(best)
+                tried = evaluate(problem, [*best[:u], option, *best[u + 1 :]])
+                if tried.step_ns < step_ns and tried.peak_bytes <= budget_bytes:
+                    best[u], step_ns, improved = option, tried.step_ns, True
+    return tuple(best)
 
 
 def _unit_choice(problem: Instance, outcome: _Outcome) -> tuple[int, ...]:
@@ -159,22 +190,17 @@ def _unit_choice(problem: Instance, outcome: _Outcome) -> tuple[int, ...]:
 
 
 def _arrangements(problem: Instance, outcome: _Outcome) -> Iterator[tuple[int, ...]]:
-    """The counts of every kind spread over its units, in a few fixed ways: so equal input gives equal plans."""
+    """The counts of every group spread over its units, in a few fixed ways: so equal input gives equal plans."""
     counts: dict[int, list[int]] = {}
-    for (kind, option), number in sorted(outcome.values.items()):
-        counts.setdefault(kind, []).extend([option] * number)
-    yield _dealt(problem, counts)
-    yield _dealt(problem, {kind: options[::-1] for kind, options in counts.items()})
-    yield _dealt(problem, {kind: _evenly(options) for kind, options in counts.items()})
-
-
-def _dealt(problem: Instance, options: dict[int, list[int]]) -> tuple[int, ...]:
-    position: Counter[int] = Counter()
-    choice = []
-    for kind in problem.kind_of:
-        choice.append(options[kind][position[kind]])
-        position[kind] += 1
-    return tuple(choice)
+    for (group, option), number in sorted(outcome.values.items()):
+        counts.setdefault(group, []).extend([option] * number)
+    members = milp.groups(problem)
+    for order in (list, lambda options: options[::-1], _evenly):
+        choice = [0] * len(problem.units)
+        for group, options in counts.items():
+            for u, option in zip(members[group], order(options), strict=True):
+                choice[u] = option
+        yield tuple(choice)
 
 
 def _evenly(options: Sequence[int]) -> list[int]:
@@ -191,6 +217,8 @@ def _run(model: Any, variable: str, deadline: float, gap: float) -> _Outcome | N
         SolverError: the time ended before any solution was found, or HiGHS failed.
     """
     seconds = max(0.5, deadline - time.monotonic())
+    # HiGHS refuses a number of threads other than that of its first run in this process, whoever ran it.
+    highspy.Highs.resetGlobalScheduler(True)
     results = SolverFactory("highs").solve(
         model,
         load_solutions=False,

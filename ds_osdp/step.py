@@ -6,9 +6,9 @@ solver's model with the number of kinds.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,8 @@ from ds_osdp.profile import DTYPE_BYTES, ModelProfile, UnitProfile
 
 __all__ = ["Ahead", "Instance", "Kind", "Totals", "evaluate", "memory", "priced"]
 
-Bytes = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.int64]
+Column = Callable[[str], Integers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +38,17 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What the prefetcher may hold beside the unit at work: the gathered units of a range, or a bound in bytes.
+    """What the prefetcher may hold beside each unit at work: the gathered units from ``begin`` to ``end``, or a bound.
 
     Which units it holds depends on the plan; either bounds it from above and is linear in the plan.
     """
 
-    begin: int
-    end: int
-    bytes: int
+    begin: Integers
+    end: Integers
+    bytes: Integers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Instance:
     """All that the solver's model needs: numbers only."""
 
@@ -56,16 +57,33 @@ class Instance:
     kinds: tuple[Kind, ...]
     kind_of: tuple[int, ...]
     """Per unit."""
-    ahead_forward: tuple[Ahead, ...]
-    ahead_backward: tuple[Ahead, ...]
+    ahead_forward: Ahead
+    ahead_backward: Ahead
     bucket_bytes: int
     """DeepSpeed's reduce bucket, allocated whole at start."""
     staging_bytes: int
     """The padded copy of the bucket that a reduce-scatter makes."""
-    look_ahead: int
-    """How many units' gathers go before a reduction on the channel in backward: what the prefetcher has asked for."""
     accumulation: int
     samples_per_step: int
+
+    @cached_property
+    def widest(self) -> int:
+        """The most options a kind has."""
+        return max(len(kind.options) for kind in self.kinds)
+
+    @cached_property
+    def columns(self) -> dict[str, Integers]:
+        """Every price and the degree of every option of every kind, kind after kind, padded to the widest."""
+
+        def column(values: list[list[int]]) -> Integers:
+            rows = np.zeros((len(self.kinds), self.widest), dtype=np.int64)
+            for row, own in zip(rows, values, strict=True):
+                row[: len(own)] = own
+            return rows.reshape(-1)
+
+        names = [*Price.__dataclass_fields__, "resident_bytes"]
+        prices = {name: column([[getattr(p, name) for p in kind.prices] for kind in self.kinds]) for name in names}
+        return {**prices, "degree": column([[option.degree for option in kind.options] for kind in self.kinds])}
 
     def options(self, unit: int) -> tuple[Option, ...]:
         """Of the unit with that index."""
@@ -77,7 +95,7 @@ class Instance:
 
     def chosen(self, choice: Sequence[int]) -> list[Price]:
         """The price each unit pays."""
-        return [self.kinds[kind].prices[index] for kind, index in zip(self.kind_of, choice, strict=True)]
+        return [self.prices(u)[index] for u, index in enumerate(choice)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +132,24 @@ def priced(
             f"the profile was traced with micro-batch {profile.micro_batch} and the job's is {job.micro_batch}: profile again"
         )
     units = profile.units
-    kinds: dict[object, int] = {}
-    made: list[Kind] = []
-    kind_of = []
-    kept = kept_until_backward(units, job)
-    for u, unit in enumerate(units):
-        pin = pins[u] if pins is not None else None
-        key = (_anonymous(unit), kept[u], pin)
-        if key not in kinds:
-            kinds[key] = len(made)
-            options = legal_options(unit, job, cluster, space, pin)
-            prices = tuple(price(unit, option, job, cluster, kept=kept[u]) for option in options)
-            made.append(Kind(options, prices, kept[u]))
-        kind_of.append(kinds[key])
+    alike: dict[object, int] = {}
+    sort_of = [alike.setdefault(_anonymous(unit), len(alike)) for unit in units]
+    first = {sort: u for u, sort in reversed(list(enumerate(sort_of)))}
+    elements = np.array([units[first[sort]].numel for sort in range(len(alike))])[sort_of]
+    kept = kept_until_backward(elements.tolist(), job)
+    kinds: dict[tuple[int, bool, Stage | None], int] = {}
+    pinned = pins if pins is not None else [None] * len(units)
+    kind_of = [kinds.setdefault(key, len(kinds)) for key in zip(sort_of, kept, pinned, strict=True)]
+    made = []
+    for sort, keep, pin in kinds:
+        unit = units[first[sort]]
+        options = legal_options(unit, job, cluster, space, pin)
+        made.append(Kind(options, tuple(price(unit, option, job, cluster, kept=keep) for option in options), keep))
     shards = any(option.stage >= Stage.GRADIENTS for kind in made for option in kind.options)
-    trainable = sum(p.numel for unit in units for p in unit.parameters if p.trainable)
+    trainable = np.array([sum(p.numel for p in units[first[s]].parameters if p.trainable) for s in range(len(alike))])
     wire = DTYPE_BYTES[job.communication_dtype]
-    ahead_forward, ahead_backward = _ahead(units, job)
+    largest = max((p.numel for u in first.values() for p in units[u].parameters), default=0)
+    ahead_forward, ahead_backward = _ahead(elements, largest, job)
     return Instance(
         units=tuple(unit.name for unit in units),
         kinds=tuple(made),
@@ -138,8 +157,7 @@ def priced(
         ahead_forward=ahead_forward,
         ahead_backward=ahead_backward,
         bucket_bytes=job.reduce_bucket_size * wire,
-        staging_bytes=min(job.reduce_bucket_size, trainable) * wire if shards else 0,
-        look_ahead=_look_ahead(units, job),
+        staging_bytes=min(job.reduce_bucket_size, int(trainable[sort_of].sum())) * wire if shards else 0,
         accumulation=job.accumulation,
         samples_per_step=job.micro_batch * job.accumulation * job.world_size,
     )
@@ -147,108 +165,113 @@ def priced(
 
 def evaluate(problem: Instance, choice: Sequence[int]) -> Totals:
     """Add up one choice of an option index per unit, in exact integers: equations (1) to (6) of docs/model.md."""
-    chosen = problem.chosen(choice)
-    forward = _forward_ns(chosen)
-    last = _backward_ns(chosen, problem.look_ahead, last=True)
-    between = _backward_ns(chosen, problem.look_ahead, last=False) if problem.accumulation > 1 else 0
-    update = sum(p.update_ns for p in chosen)
-    moments = memory(problem, choice)
-    peak_moment = max(moments, key=lambda name: moments[name])
+    column = _columns(problem, choice)
+    n = len(problem.units)
+    forward = _forward_ns(column)
+    last = _backward_ns(column, "last_reduce_ns")
+    between = _backward_ns(column, "reduce_ns") if problem.accumulation > 1 else 0
+    sizes, degrees = _moments(problem, column)
+    peak = int(np.argmax(sizes))
     return Totals(
-        step_ns=problem.accumulation * forward + (problem.accumulation - 1) * between + last + update,
-        resident_bytes=sum(p.resident_bytes for p in chosen),
-        peak_bytes=moments[peak_moment],
-        peak_moment=peak_moment,
+        step_ns=problem.accumulation * forward + (problem.accumulation - 1) * between + last + int(column("update_ns").sum()),
+        resident_bytes=int(column("resident_bytes").sum()),
+        peak_bytes=int(sizes[peak]),
+        peak_moment=_moment_name(problem, peak) if peak < 2 * n else _update_name(degrees[peak - 2 * n]),
     )
 
 
 def memory(problem: Instance, choice: Sequence[int]) -> dict[str, int]:
     """Bytes per rank at every moment of the step, in order: the left sides of equation (3)."""
-    chosen = problem.chosen(choice)
-    kept = np.array([problem.kinds[kind].kept for kind in problem.kind_of])
-    gathered, saved = _column(chosen, "gathered_bytes"), _column(chosen, "activation_bytes")
-    held = sum(p.resident_bytes for p in chosen) + problem.bucket_bytes
-    alive = np.concatenate([[0], np.cumsum(saved + kept * gathered)])[:-1]
-    every, freed = _sums(gathered), _sums(~kept * gathered)
-    ahead_forward = [every[a.end] - every[a.begin] + a.bytes for a in problem.ahead_forward]
-    ahead_backward = [freed[a.end] - freed[a.begin] + a.bytes for a in problem.ahead_backward]
-    forward = held + alive + gathered + _column(chosen, "forward_bytes") + np.array(ahead_forward)
-    backward = held + problem.staging_bytes + alive + saved + gathered + _column(chosen, "backward_bytes")
-    backward += np.array(ahead_backward)
-    moments = {f"forward of {name!r}": int(size) for name, size in zip(problem.units, forward, strict=True)}
-    order = range(len(chosen) - 1, -1, -1)
-    moments |= {f"backward of {problem.units[u]!r}": int(backward[u]) for u in order}
-    updated: dict[int, int] = {}
-    for kind, index, p in zip(problem.kind_of, choice, chosen, strict=True):
-        degree = problem.kinds[kind].options[index].degree
-        updated[degree] = updated.get(degree, 0) + p.update_bytes
+    sizes, degrees = _moments(problem, _columns(problem, choice))
+    names = [_moment_name(problem, i) for i in range(2 * len(problem.units))] + [_update_name(d) for d in degrees]
+    return dict(zip(names, sizes.tolist(), strict=True))
+
+
+def _columns(problem: Instance, choice: Sequence[int]) -> Column:
+    """One price of every unit, by its name, as an array."""
+    place = np.asarray(problem.kind_of) * problem.widest + np.asarray(choice)
+
+    def column(name: str) -> Integers:
+        taken: Integers = problem.columns[name][place]
+        return taken
+
+    return column
+
+
+def _moments(problem: Instance, column: Column) -> tuple[Integers, list[int]]:
+    """Bytes at every moment: the forward of each unit, the backward of each in reverse, the update of each degree."""
+    kept = np.array([int(kind.kept) for kind in problem.kinds], dtype=np.int64)[list(problem.kind_of)]
+    gathered, saved = column("gathered_bytes"), column("activation_bytes")
+    held = int(column("resident_bytes").sum()) + problem.bucket_bytes
+    alive = _sums(saved + kept * gathered)[:-1]
+    every, freed = _sums(gathered), _sums((1 - kept) * gathered)
+    a, b = problem.ahead_forward, problem.ahead_backward
+    forward = held + alive + gathered + column("forward_bytes") + every[a.end] - every[a.begin] + a.bytes
+    backward = held + problem.staging_bytes + alive + saved + gathered + column("backward_bytes")
+    backward += freed[b.end] - freed[b.begin] + b.bytes
+    degree = column("degree")
+    degrees = sorted(set(degree.tolist()))
     # DeepSpeed updates one partition group after the other.
-    return moments | {f"optimizer step of units spread over {d}": held + size for d, size in sorted(updated.items())}
+    updates = [held + int(column("update_bytes")[degree == d].sum()) for d in degrees]
+    return np.concatenate([forward, backward[::-1], updates]), degrees
 
 
-def _forward_ns(chosen: Sequence[Price]) -> int:
+def _moment_name(problem: Instance, index: int) -> str:
+    n = len(problem.units)
+    return f"forward of {problem.units[index]!r}" if index < n else f"backward of {problem.units[2 * n - 1 - index]!r}"
+
+
+def _update_name(degree: int) -> str:
+    return f"optimizer step of units spread over {degree}"
+
+
+def _forward_ns(column: Column) -> int:
     """Equation (4): gathers run on one channel in order, computation follows: a two-machine flow shop."""
-    gathered = computed = 0
-    for p in chosen:
-        gathered += p.gather_forward_ns
-        computed = max(computed, gathered) + p.forward_ns
-    return computed
+    return int(_behind(np.cumsum(column("gather_forward_ns")), column("forward_ns"))[-1])
 
 
-def _backward_ns(chosen: Sequence[Price], look_ahead: int, *, last: bool) -> int:
-    """Equations (5) and (6): one channel for the gathers of backward and, ``look_ahead`` units later, the reductions."""
-    gathered = computed = reduced = 0
-    # Reductions that wait for the channel: when the gradient was there, and how long it takes.
-    waiting: deque[tuple[int, int]] = deque()
-    for p in reversed(chosen):
-        gathered = max(gathered, reduced) + p.gather_backward_ns
-        if len(waiting) == look_ahead:
-            ready, takes = waiting.popleft()
-            reduced = max(gathered, ready) + takes
-        computed = max(computed, gathered) + p.backward_ns
-        waiting.append((computed, p.last_reduce_ns if last else p.reduce_ns))
-    reduced = max(gathered, reduced)
-    for ready, takes in waiting:
-        reduced = max(reduced, ready) + takes
-    return max(computed, reduced)
+def _backward_ns(column: Column, reduction: str) -> int:
+    """Equations (5) and (6): gathers, computation and reductions, each in order and each behind the one before."""
+    gather, reduce = column("gather_backward_ns")[::-1], column(reduction)[::-1]
+    computed = _behind(np.cumsum(gather), column("backward_ns")[::-1])
+    reduced = _behind(computed, reduce)
+    # Gathers and reductions share the channel: together they take their sum, whatever is in between.
+    return max(int(computed[-1]), int(reduced[-1]), int(gather.sum() + reduce.sum()))
 
 
-def _look_ahead(units: Sequence[UnitProfile], job: Job) -> int:
-    """Units of average size that fit the prefetch bucket; the next one is asked for in any case."""
-    elements = sum(unit.numel for unit in units)
-    return max(1, min(len(units), job.prefetch_bucket_size * len(units) // elements)) if elements else 1
+def _behind(ready: Integers, takes: Integers) -> Integers:
+    """When each task of a machine ends, that takes them in order and none before it is ready: e_i = max(e_{i-1}, r_i) + t_i."""
+    done = np.cumsum(takes)
+    return done + np.maximum.accumulate(ready - (done - takes))
 
 
-def _ahead(units: Sequence[UnitProfile], job: Job) -> tuple[tuple[Ahead, ...], tuple[Ahead, ...]]:
+def _ahead(elements: Integers, largest: int, job: Job) -> tuple[Ahead, Ahead]:
     """What the prefetcher may hold, per unit, in forward (the units behind it) and in backward (the units before it).
 
     It stops once it has asked for ``stage3_prefetch_bucket_size`` elements, the last parameter whole.
     """
-    n, bucket = len(units), job.prefetch_bucket_size
-    elements = [unit.numel for unit in units]
-    before = np.concatenate([[0], np.cumsum(elements)])
-    largest = max((p.numel for unit in units for p in unit.parameters), default=0)
+    n, bucket = len(elements), job.prefetch_bucket_size
+    before = _sums(elements)
     bound = (bucket + largest) * DTYPE_BYTES[job.parameter_dtype]
 
-    def ahead(begin: int, end: int) -> Ahead:
-        if not bucket or begin == end:
-            return Ahead(0, 0, 0)
-        return Ahead(begin, end, 0) if before[end] - before[begin] <= bucket else Ahead(0, 0, bound)
+    def ahead(begin: Integers, end: Integers) -> Ahead:
+        some = (begin < end) & (bucket > 0)
+        listed = some & (before[end] - before[begin] <= bucket)
+        return Ahead(begin * listed, end * listed, bound * (some & ~listed))
 
-    return tuple(ahead(u + 1, n) for u in range(n)), tuple(ahead(0, u) for u in range(n))
+    units = np.arange(n)
+    return ahead(units + 1, np.full(n, n)), ahead(np.zeros(n, dtype=np.int64), units)
 
 
 def _anonymous(unit: UnitProfile) -> object:
     """What a unit costs by, whatever it is called."""
+    forward, backward = unit.forward, unit.backward
     return (
         tuple((p.shape, p.dtype, p.trainable) for p in unit.parameters),
-        *(unit.forward, unit.backward, unit.activation_bytes, unit.transient_bytes, unit.recomputable, unit.split_rows),
+        *(forward.flops, forward.bytes_moved, backward.flops, backward.bytes_moved),
+        *(unit.activation_bytes, unit.transient_bytes, unit.recomputable, unit.split_rows),
     )
 
 
-def _column(chosen: Sequence[Price], name: str) -> Bytes:
-    return np.fromiter((getattr(p, name) for p in chosen), dtype=np.int64, count=len(chosen))
-
-
-def _sums(values: Bytes) -> Bytes:
-    return np.concatenate([[0], np.cumsum(values)])
+def _sums(values: Integers) -> Integers:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(values)])
