@@ -81,6 +81,17 @@ def test_plan_as_text(folder: Path) -> None:
     assert "proven optimal" in done.stdout
 
 
+def test_reasons(folder: Path) -> None:
+    done = ds_osdp(*BASE, *SIZES, "--memory-budget", "40MiB", "--explain", folder=folder)
+    assert done.returncode == 0, done.stderr
+    for words in ("binds", "1 GiB more", "what memory buys", "ZeRO-2", "DDP"):
+        assert words in done.stdout
+    done = ds_osdp(*BASE, *SIZES, "--memory-budget", "40MiB", "--explain", "--format", "json", folder=folder)
+    reasons = json.loads(done.stdout)["explanation"]
+    assert max(reasons["moments"].values()) == json.loads(done.stdout)["peak_bytes"]
+    assert len(reasons["curve"]) == 7
+
+
 def test_a_model_from_python(folder: Path) -> None:
     (folder / "ds.json").write_text(json.dumps({**CONFIG, "osdp": {"input": {"ids": {"shape": [16]}}}}))
     done = ds_osdp(
