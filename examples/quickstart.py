@@ -1,6 +1,6 @@
 """The quick start of README, complete: run it on 2 ranks.
 
-    deepspeed --num_gpus 2 examples/quickstart.py
+deepspeed --num_gpus 2 examples/quickstart.py
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+BUCKET_BYTES = 100_000
+"""Of the plans made by hand: less than the gradients of the model, so that there are several buckets."""
+
 
 @dataclass
 class Case:

@@ -11,7 +11,7 @@ import torch
 from cases import Case
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from training import PLANS, make_engine, micro_steps
+from training import make_engine, micro_steps
 
 # Two optimizer groups, small sub-groups and a frozen layer: every branch of the layout.
 CASE = Case(name="checkpoint", accumulation=2, groups=True, frozen="h.2.", bf16=True, zero={"sub_group_size": 9_000})
@@ -40,7 +40,7 @@ def round_trips(folder: str, plans: list[str]) -> dict[str, Any]:
     """Every plan saves, every plan loads."""
     result: dict[str, Any] = {"equal": {}, "losses": {}, "uninterrupted": {}, "zero_to_fp32": {}, "same_files": {}}
     for saver in plans:
-        engine = make_engine(CASE, PLANS[saver])
+        engine = make_engine(CASE, saver)
         continue_training(engine, 0)
         engine.save_checkpoint(f"{folder}/{saver}", tag="here")
         saved = full_states(engine)
@@ -50,7 +50,7 @@ def round_trips(folder: str, plans: list[str]) -> dict[str, Any]:
             get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{saver}", tag="here"), saved
         )
         for loader in plans:
-            engine = make_engine(CASE, PLANS[loader])
+            engine = make_engine(CASE, loader)
             path, _ = engine.load_checkpoint(f"{folder}/{saver}", tag="here")
             assert path is not None
             loaded = full_states(engine)
@@ -96,12 +96,13 @@ def _different(where: str, a: Any, b: Any) -> list[str]:
     return []
 
 
-def gathered_modifier(rank_to_modify: int) -> dict[str, list[float]]:
-    """What every rank sees after ``GatheredParameters(modifier_rank=...)`` on replicated and sharded parameters."""
-    engine = make_engine(Case(name="modify"), PLANS["some"])
+def gathered_modifier(plan: str, rank_to_modify: int) -> dict[str, list[float]]:
+    """What every rank sees after ``GatheredParameters(modifier_rank=...)`` on parameters of every stage."""
+    engine = make_engine(Case(name="modify"), plan)
     continue_training(engine, 0)
     rank = int(os.environ["RANK"])
-    chosen = {n: p for n, p in engine.module.named_parameters() if n in ("h.0.fc1.bias", "h.0.fc2.bias")}
+    chosen = {n: p for n, p in engine.module.named_parameters() if n.startswith("h.0.") and p.ds_numel < 200}
+    before = {name: full_parameter(p) for name, p in chosen.items()}
     for parameters in (list(chosen.values()), *([p] for p in chosen.values())):
         with deepspeed.zero.GatheredParameters(parameters, modifier_rank=rank_to_modify):
             if rank == rank_to_modify:
@@ -109,22 +110,43 @@ def gathered_modifier(rank_to_modify: int) -> dict[str, list[float]]:
                     p.data.add_(0.5)
     seen = {}
     for name, p in chosen.items():
-        with deepspeed.zero.GatheredParameters([p]):
-            everyone = [torch.empty_like(p.data) for _ in range(torch.distributed.get_world_size())]
-            torch.distributed.all_gather(everyone, p.data.clone())
-            seen[name] = [t.double().sum().item() for t in everyone]
-            seen[f"{name} last master"] = [safe_get_full_fp32_param(p).double().sum().item()]
+        everyone = [torch.empty_like(before[name]) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(everyone, full_parameter(p) - before[name])
+        seen[name] = [value for t in everyone for value in (t.min().item(), t.max().item())]
+    engine.osdp.check_replicas()
+    # What the parts hold, gathered anew.
+    engine.empty_partition_cache()
+    for name, p in chosen.items():
+        seen[name] += [(full_parameter(p) - before[name]).min().item()]
     return seen
 
 
-def a_copy_that_drifts() -> str:
+def full_parameter(parameter: Any) -> torch.Tensor:
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
+
+
+def a_copy_that_drifts(plan: str) -> str:
     """The error every rank gets when one rank's copy was changed behind the engine's back."""
-    engine = make_engine(Case(name="drift", config={}), PLANS["all"])
+    engine = make_engine(Case(name="drift", config={}), plan)
     engine.osdp.check_replicas()
+    parameter = dict(engine.module.named_parameters())["h.1.fc1.weight"]
     if int(os.environ["RANK"]) == 1:
-        dict(engine.module.named_parameters())["h.1.fc1.weight"].ds_tensor[3] += 1e-3
+        (parameter.data.view(-1) if plan == "one" else parameter.ds_tensor)[3] += 1e-3
     try:
         engine.osdp.check_replicas()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was noticed"
+
+
+def one_engine_after_another(plans: list[str]) -> list[float]:
+    """Losses of one model on several engines, each with a plan of its own."""
+    model, losses = None, []
+    for i, plan in enumerate(plans):
+        engine = make_engine(Case(name="again"), plan, model)
+        for step in range(2 * i, 2 * i + 2):
+            losses += list(micro_steps(engine, step, 1))
+        model = engine.module
+        engine.destroy()
+    return losses

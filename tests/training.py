@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from typing import Any
 
 import deepspeed
 import torch
-from cases import Case
+from cases import BUCKET_BYTES, Case
 from deepspeed.comm import comm
 from models import GPT, TOKENS, batch
 
 import ds_osdp
+from ds_osdp.plan import Plan, Provenance, Stage, UnitPlan, model_fingerprint
 
 CLUSTER = {
     "format": "ds_osdp.cluster",
@@ -25,7 +28,10 @@ CLUSTER = {
     "world": {op: {"latency_seconds": 1e-5, "bytes_per_second": 1e8} for op in ("all_gather", "reduce_scatter", "all_reduce")},
 }
 
-PLANS: dict[str, list[dict[str, Any]] | None] = {
+Chosen = dict[str, tuple[int, int | None]]
+"""What a plan made by hand says: pattern of parameter names to stage and degree (None: all ranks); the first that fits."""
+
+PLANS: dict[str, list[dict[str, Any]] | Chosen | None] = {
     "stock": None,
     "none": [{"match": "*", "stage": 3}],
     # Alternating inside every block, so that buckets and sub-groups of both kinds interleave.
@@ -36,6 +42,31 @@ PLANS: dict[str, list[dict[str, Any]] | None] = {
         {"match": "*", "stage": 3},
     ],
     "all": [{"match": "*", "stage": 0}],
+    "two": {"*": (2, None)},
+    "one": {"*": (1, None)},
+    "mixed": {
+        "*ln*": (0, 1),
+        "*qkv*": (1, None),
+        "*proj*": (2, None),
+        "*fc1*": (3, None),
+        "h.1.fc2*": (0, 1),
+        "*fc2*": (1, None),
+        "wte*": (2, None),
+        "*": (3, None),
+    },
+    "node": {"*": (3, 2)},
+    "everything": {
+        "*ln1*": (0, 1),
+        "*ln2*": (1, 2),
+        "*qkv*": (3, 2),
+        "*proj*": (2, None),
+        "h.1.fc1*": (1, None),
+        "*fc1*": (3, None),
+        "h.0.fc2*": (2, 2),
+        "*fc2*": (1, None),
+        "wte*": (2, 2),
+        "*": (3, None),
+    },
 }
 
 
@@ -65,12 +96,52 @@ def ds_config(case: Case, rules: list[dict[str, Any]] | None) -> dict[str, Any]:
     return config
 
 
-def make_engine(case: Case, rules: list[dict[str, Any]] | None) -> Any:
+def make_plan(model: torch.nn.Module, chosen: Chosen) -> Plan:
+    """A plan that says what ``chosen`` says, every parameter a unit by itself; what it predicts is made up."""
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    world_size = torch.distributed.get_world_size()
+    units = []
+    for name, shape in shapes.items():
+        stage, degree = next(value for pattern, value in chosen.items() if fnmatch(name, pattern))
+        elements = int(torch.Size(shape).numel())
+        units.append(
+            UnitPlan(name=name, stage=Stage(stage), degree=degree or world_size, parameters=(name,), elements=elements)
+        )
+    return Plan(
+        world_size=world_size,
+        micro_batch=2,
+        accumulation=1,
+        step_seconds=1.0,
+        bound_seconds=1.0,
+        gap=0.0,
+        samples_per_second=1.0,
+        budget_bytes=2**30,
+        resident_bytes=0,
+        peak_bytes=0,
+        peak_moment="made by hand",
+        replica_bucket_bytes=BUCKET_BYTES,
+        units=tuple(units),
+        provenance=Provenance(
+            model="GPT",
+            model_fingerprint=model_fingerprint(shapes),
+            cluster="test",
+            sample="",
+            solver="by hand",
+            ds_osdp_version="tests",
+        ),
+    )
+
+
+def make_engine(case: Case, plan: str, model: torch.nn.Module | None = None) -> Any:
+    """An engine for ``model``, or for the model of ``case``, with one of ``PLANS``."""
+    chosen = PLANS[plan]
     torch.set_num_threads(1)
     torch.manual_seed(7 * int(os.environ["RANK"]) if case.seed_by_rank else 0)
-    config = ds_config(case, rules)
-    if case.zero_init:
-        deepspeed.init_distributed("gloo", verbose=False)
+    config = ds_config(case, chosen if isinstance(chosen, list) else None)
+    deepspeed.init_distributed("gloo", verbose=False)
+    if model is not None:
+        pass
+    elif case.zero_init:
         with deepspeed.zero.Init(config_dict_or_path={k: v for k, v in config.items() if k != "osdp"}):
             model = GPT(**case.model)
     else:
@@ -83,9 +154,16 @@ def make_engine(case: Case, rules: list[dict[str, Any]] | None) -> Any:
         decay = [p for n, p in model.named_parameters() if p.requires_grad and not n.endswith("bias")]
         bare = [p for n, p in model.named_parameters() if p.requires_grad and n.endswith("bias")]
         parameters = [{"params": decay}, {"params": bare, "weight_decay": 0.0, "lr": 3e-3}]
-    entry = deepspeed.initialize if rules is None else ds_osdp.initialize
-    engine, *_ = entry(model=model, model_parameters=parameters, config=config)
-    return engine
+    if chosen is None:
+        return deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(chosen, dict):
+            path = [f"{folder}/plan.json"]
+            if os.environ["RANK"] == "0":
+                make_plan(model, chosen).save(path[0])
+            torch.distributed.broadcast_object_list(path)  # one configuration on all ranks
+            config["osdp"] = {"plan": path[0]}
+        return ds_osdp.initialize(model=model, model_parameters=parameters, config=config)[0]
 
 
 def micro_steps(engine: Any, step: int, accumulation: int) -> Iterator[float]:
@@ -132,8 +210,20 @@ def evaluating(engine: Any, step: int, accumulation: int) -> Iterator[float]:
     yield from micro_steps(engine, step, accumulation)
 
 
+def interrupting(engine: Any, step: int, accumulation: int) -> Iterator[float]:
+    """What finds parameters right after a step, when some are still on their way."""
+    if step % 3 == 1:
+        yield from (values.norm().item() for values in full_parameters(engine).values())
+    elif step % 3 == 2:
+        ids = batch(step, int(os.environ["RANK"]))
+        yield engine.module.head(engine.module.wte(ids)).float().norm().item()
+    elif step:
+        engine.empty_partition_cache()
+    yield from micro_steps(engine, step, accumulation)
+
+
 DRIVES: dict[str, Callable[..., Iterator[float]]] = {
-    f.__name__: f for f in (micro_steps, unmanaged, boundary, coalesced, evaluating)
+    f.__name__: f for f in (micro_steps, unmanaged, boundary, coalesced, evaluating, interrupting)
 }
 
 
@@ -172,31 +262,39 @@ def full_parameters(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def train(case: Case, plan: str) -> dict[str, Any]:
-    """Losses, norms, final parameters, what is partitioned, and the collectives of the last step."""
-    rules = PLANS[plan]
-    engine = make_engine(case, rules)
-    losses, norms = [], []
+    """Losses, norms, final parameters, what is partitioned, and the collectives of every step."""
+    engine = make_engine(case, plan)
+    losses: list[float] = []
+    norms: list[float] = []
+    collectives: list[dict[str, int]] = []
     for step in range(case.steps):
-        with counting_collectives() as collectives:
+        with counting_collectives() as counts:
             losses += list(DRIVES[case.drive](engine, step, case.accumulation))
+        collectives.append(dict(counts))
         norms.append(float(engine.get_global_grad_norm()))
     result = {
         "losses": losses,
         "norms": norms,
-        "collectives": dict(collectives),
+        "collectives": collectives,
+        "after_step": {n: p.ds_status.name for n, p in engine.module.named_parameters()},
         "held": {
             n: (p.ds_tensor.numel(), p.ds_numel, p.ds_zero_partition_world_size) for n, p in engine.module.named_parameters()
         },
         "parameters": full_parameters(engine),
     }
-    if rules is not None:
+    if PLANS[plan] is not None:
         engine.osdp.check_replicas()
         result["resident_bytes"] = engine.osdp.plan.resident_bytes
         result["stages"] = {name: int(stage) for name, stage in engine.osdp.plan.stage_of.items()}
+        result["degrees"] = {
+            name: 1 if unit.stage is Stage.REPLICATED else unit.degree
+            for unit in engine.osdp.plan.units
+            for name in unit.parameters
+        }
         result["state_bytes"] = ds_osdp.state_bytes(engine)
     engine.destroy()
     return result
 
 
-def train_all(cases: list[Case], plans: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(case.name, plan): train(case, plan) for case in cases for plan in plans}
+def train_all(rows: list[tuple[Case, str]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(case.name, plan): train(case, plan) for case, plan in rows}

@@ -8,15 +8,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import deepspeed.comm as dist
 import deepspeed.runtime.zero.stage3 as stage3
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_osdp.deepspeed_seams import layout
+from ds_osdp.deepspeed_seams.access import gathered_enter, gathered_exit, gathered_init, parameter_access
 from ds_osdp.deepspeed_seams.optimizer import PlannedStage3Optimizer, planned_optimizer_class
-from ds_osdp.deepspeed_seams.placement import is_replicated, place, verify
+from ds_osdp.deepspeed_seams.placement import peers, place, verify
 from ds_osdp.deepspeed_seams.seams import Patch, check_seams, patches_installed
 from ds_osdp.errors import UnsupportedError
 from ds_osdp.plan import Plan
@@ -79,7 +80,7 @@ class PlannedEngine:
         self.plan = plan
 
     def check_replicas(self) -> None:
-        """Compare the replicated state of all ranks, bit for bit; every rank must call it.
+        """Compare what several ranks hold copies of, bit for bit; every rank must call it.
 
         Raises:
             RankMismatchError: on all ranks, naming what differs.
@@ -93,11 +94,12 @@ def state_bytes(engine: Any) -> dict[str, int]:
     Works on any ZeRO-3 engine, planned or stock.
     """
     optimizer = engine.optimizer
+    whole, accumulators = optimizer.osdp_held() if isinstance(optimizer, PlannedStage3Optimizer) else ([], [])
     masters = optimizer.fp32_partitioned_groups_flat
     states = [v for m in masters for v in optimizer.optimizer.state[m].values() if torch.is_tensor(v)]
     return {
-        "parameters": _storage_bytes([p.ds_tensor for p in engine.module.parameters()]),
-        "gradients": _storage_bytes([optimizer.grad_partitions_flat_buffer]),
+        "parameters": _storage_bytes([*(p.ds_tensor for p in engine.module.parameters()), *whole]),
+        "gradients": _storage_bytes([optimizer.grad_partitions_flat_buffer, *accumulators]),
         "optimizer_states": _storage_bytes([*masters, *states]),
     }
 
@@ -108,7 +110,7 @@ def attach(engine: Any, plan: Plan) -> None:
     Raises:
         PlanMismatchError: the engine was partitioned otherwise.
     """
-    verify(engine.module.named_parameters(), plan, dist.get_world_size(group=engine.optimizer.dp_process_group))
+    verify(engine.module.named_parameters(), plan)
     engine.osdp = PlannedEngine(engine, plan)
 
 
@@ -157,7 +159,7 @@ def _get_zero_param_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _get_param_fragment_func(original: Callable[..., Any]) -> Callable[..., Any]:
     def fragment(self: Any, param: Any) -> Any:
-        if is_replicated(param):
+        if peers(param) is not None:
             return layout.stock_part(self.optimizer, param, param.ds_tensor.detach()).cpu()
         return original(self, param)
 
@@ -169,55 +171,14 @@ def _load_module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         fragments = checkpoint.get("frozen_param_fragments")
         if fragments and isinstance(self.optimizer, PlannedStage3Optimizer):
             parameters = {name: parameter for parameter, name in self.param_names.items()}
-            whole = {
-                name: layout.whole_part(self.optimizer, parameters[name], part.to(parameters[name].ds_tensor.device))
+            planned = {
+                name: layout.planned_part(self.optimizer, parameters[name], part.to(parameters[name].ds_tensor.device))
                 for name, part in fragments.items()
             }
-            checkpoint = {**checkpoint, "frozen_param_fragments": whole}
+            checkpoint = {**checkpoint, "frozen_param_fragments": planned}
         return original(self, checkpoint, *args, **kwargs)
 
     return load
-
-
-def _gathered_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any) -> None:
-        if modifier_rank is None:
-            original(self, params, None, *args, **kwargs)
-            return
-        if not isinstance(params, torch.Tensor):
-            params = list(params)
-        each = [params] if isinstance(params, torch.Tensor) else params
-        replicated = [p for p in each if is_replicated(p)]
-        if not replicated:
-            original(self, params, modifier_rank, *args, **kwargs)
-            return
-        # DeepSpeed reads modifier_rank as a rank of the parameter's group; in a group of one that is this rank.
-        original(self, params, None, *args, **kwargs)
-        self.osdp_modifier_rank = modifier_rank
-        world = dist.get_world_group()
-        for p in self.params:
-            if is_replicated(p):
-                source = dist.get_rank()
-            else:
-                source = (
-                    modifier_rank if p.ds_process_group == world else dist.get_global_rank(p.ds_process_group, modifier_rank)
-                )
-            self.src_rank_by_group[id(p.ds_process_group)] = source
-        self.src_rank = self.src_rank_by_group[id(self.params[0].ds_process_group)]
-
-    return init
-
-
-def _gathered_exit(original: Callable[..., Any]) -> Callable[..., Any]:
-    def leave(self: Any, *exc: Any) -> Any:
-        modifier_rank = getattr(self, "osdp_modifier_rank", None)
-        if modifier_rank is not None:
-            for p in self.params:
-                if is_replicated(p):
-                    dist.broadcast(p.data, modifier_rank)
-        return original(self, *exc)
-
-    return leave
 
 
 _PATCHES = [
@@ -225,6 +186,8 @@ _PATCHES = [
     Patch(DeepSpeedEngine, "_get_zero_param_shapes", _get_zero_param_shapes),
     Patch(DeepSpeedEngine, "_get_param_fragment_func", _get_param_fragment_func),
     Patch(DeepSpeedEngine, "load_module_state_dict", _load_module_state_dict),
-    Patch(GatheredParameters, "__init__", _gathered_init),
-    Patch(GatheredParameters, "__exit__", _gathered_exit),
+    Patch(GatheredParameters, "__init__", gathered_init),
+    Patch(GatheredParameters, "__enter__", gathered_enter),
+    Patch(GatheredParameters, "__exit__", gathered_exit),
+    Patch(ZeROOrderedDict, "__getitem__", parameter_access),
 ]

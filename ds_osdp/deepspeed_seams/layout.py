@@ -1,7 +1,8 @@
 """Optimizer states between a planned engine and the layout stock ZeRO-3 saves: the plan never leaks into files.
 
 Stock ZeRO-3 keeps, per sub-group of parameters, one flat tensor with this rank's 1/N of every parameter, each padded to a
-multiple of N.  A planned engine's sub-groups also separate replicated from sharded parameters, and keep the former whole.
+multiple of N.  A planned engine's sub-groups also separate parameters spread over the world from those spread over a node
+or replicated, of which there is more than a 1/N here.
 What is saved is the former: so stock DeepSpeed, its converters, another plan and another world size can read it.
 """
 
@@ -14,9 +15,9 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 
-from ds_osdp.deepspeed_seams.placement import is_replicated
+from ds_osdp.deepspeed_seams.placement import peers
 
-__all__ = ["from_stock", "stock_groups", "stock_part", "stock_sub_groups", "to_stock", "whole_part"]
+__all__ = ["from_stock", "parts", "planned_part", "stock_groups", "stock_part", "stock_sub_groups", "to_stock"]
 
 
 def stock_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[Any]]]:
@@ -49,25 +50,25 @@ def stock_sub_groups(optimizer: Any) -> list[tuple[int, list[Any]]]:
 def to_stock(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A planned optimizer's state dict, in the layout of stock ZeRO-3.
 
-    No rank holds more than its own stock share beside its state; nothing is communicated.
+    No rank holds more than its own stock share and one whole parameter beside its state.
     """
     sub_groups = stock_sub_groups(optimizer)
     saved = state_dict[OPTIMIZER_STATE_DICT]
 
     def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        parts = _split(optimizer, flats)
-        return [torch.cat([stock_part(optimizer, p, parts[p.ds_id]) for p in ps]) for _, ps in sub_groups]
+        own = parts(optimizer, flats)
+        return [torch.cat([stock_part(optimizer, p, own[p.ds_id]) for p in ps]) for _, ps in sub_groups]
 
     masters = optimizer.fp32_partitioned_groups_flat
     # torch numbers optimizer parameters in the order of param_groups, not of DeepSpeed's sub-groups.
     ids = _state_ids([optimizer.sub_group_to_group_id[i] for i in range(len(masters))])
     states: dict[int, dict[str, Any]] = {}
     if saved["state"]:
-        own = [saved["state"][ids[i]] for i in range(len(masters))]
+        kept = [saved["state"][ids[i]] for i in range(len(masters))]
         stock_ids = _state_ids([index for index, _ in sub_groups])
-        for key, example in own[0].items():
+        for key, example in kept[0].items():
             if _is_flat(example, masters[0]):
-                values: Sequence[Any] = merged([state[key] for state in own])
+                values: Sequence[Any] = merged([state[key] for state in kept])
             else:
                 values = [_copy(example) for _ in sub_groups]
             for i, value in enumerate(values):
@@ -83,18 +84,18 @@ def to_stock(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 def from_stock(optimizer: Any, state_dict: Mapping[str, Any], load_optimizer_states: bool) -> dict[str, Any]:
     """A state dict in the layout of stock ZeRO-3, as this planned optimizer keeps it.
 
-    Every replicated parameter is gathered from the ranks' parts, one at a time.
+    A parameter that is not spread over the world is gathered from the ranks' parts, one at a time.
     """
     sub_groups = stock_sub_groups(optimizer)
     masters = optimizer.fp32_partitioned_groups_flat
 
     def regrouped(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        parts: dict[int, torch.Tensor] = {}
+        planned: dict[int, torch.Tensor] = {}
         for (_, parameters), flat in zip(sub_groups, flats, strict=True):
             sizes = [_stock_numel(optimizer, p) for p in parameters]
             for parameter, part in zip(parameters, torch.split(flat.detach(), sizes), strict=True):
-                parts[parameter.ds_id] = whole_part(optimizer, parameter, part.to(masters[0].device))
-        return [torch.cat([parts[p.ds_id] for p in group]) for group in optimizer.fp16_groups]
+                planned[parameter.ds_id] = planned_part(optimizer, parameter, part.to(masters[0].device))
+        return [torch.cat([planned[p.ds_id] for p in group]) for group in optimizer.fp16_groups]
 
     converted = {**state_dict, FP32_FLAT_GROUPS: regrouped(state_dict[FP32_FLAT_GROUPS])}
     saved = state_dict[OPTIMIZER_STATE_DICT]
@@ -117,37 +118,52 @@ def from_stock(optimizer: Any, state_dict: Mapping[str, Any], load_optimizer_sta
 
 
 def stock_part(optimizer: Any, parameter: Any, part: torch.Tensor) -> torch.Tensor:
-    """The 1/N that stock ZeRO-3 keeps here of ``parameter`` (1-D, zero-padded), out of what a planned engine keeps."""
-    if not is_replicated(parameter):
+    """The 1/N that stock ZeRO-3 keeps here of ``parameter`` (1-D, zero-padded), out of what a planned engine keeps.
+
+    Every rank must call it: a part of a node's copy is gathered inside the node.
+    """
+    if peers(parameter) is None:
         return part
-    size, rank = _stock_numel(optimizer, parameter), dist.get_rank(group=optimizer.dp_process_group)
-    out = torch.zeros(size, dtype=part.dtype, device=part.device)
-    own = part[rank * size : (rank + 1) * size]
-    out[: own.numel()] = own
-    return out
+    whole = _gathered(part, parameter.ds_process_group)[: parameter.ds_numel]
+    return _cut(whole, _stock_numel(optimizer, parameter), dist.get_rank(group=optimizer.dp_process_group))
 
 
-def whole_part(optimizer: Any, parameter: Any, part: torch.Tensor) -> torch.Tensor:
-    """What a planned engine keeps of ``parameter``, out of this rank's stock 1/N; replicated ones are gathered."""
-    if not is_replicated(parameter):
+def planned_part(optimizer: Any, parameter: Any, part: torch.Tensor) -> torch.Tensor:
+    """What a planned engine keeps of ``parameter``, out of this rank's stock 1/N; every rank must call it."""
+    if peers(parameter) is None:
         return part
-    ranks = dist.get_world_size(group=optimizer.dp_process_group)
-    whole = torch.empty(part.numel() * ranks, dtype=part.dtype, device=part.device)
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=optimizer.dp_process_group)
-    return whole[: parameter.ds_numel]
+    whole = _gathered(part, optimizer.dp_process_group)[: parameter.ds_numel]
+    return _cut(whole, parameter.partition_numel(), parameter.ds_zero_partition_rank)
 
 
-def _stock_numel(optimizer: Any, parameter: Any) -> int:
-    return -(-int(parameter.ds_numel) // int(dist.get_world_size(group=optimizer.dp_process_group)))
-
-
-def _split(optimizer: Any, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The part of every parameter, by DeepSpeed's id, out of one flat tensor per planned sub-group."""
+def parts(optimizer: Any, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The part kept here of every optimized parameter, by DeepSpeed's id, out of one flat tensor per planned sub-group."""
     return {
         parameter.ds_id: part
         for group, flat in zip(optimizer.fp16_groups, flats, strict=True)
         for parameter, part in zip(group, torch.split(flat.detach(), [p.partition_numel() for p in group]), strict=True)
     }
+
+
+def _gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
+    ranks = dist.get_world_size(group=group)
+    if ranks == 1:
+        return part
+    whole = torch.empty(part.numel() * ranks, dtype=part.dtype, device=part.device)
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
+
+
+def _cut(whole: torch.Tensor, size: int, index: int) -> torch.Tensor:
+    """The part of ``size`` elements number ``index``, padded with zeros where ``whole`` ends before it does."""
+    out = torch.zeros(size, dtype=whole.dtype, device=whole.device)
+    own = whole[index * size : (index + 1) * size]
+    out[: own.numel()] = own
+    return out
+
+
+def _stock_numel(optimizer: Any, parameter: Any) -> int:
+    return -(-int(parameter.ds_numel) // int(dist.get_world_size(group=optimizer.dp_process_group)))
 
 
 def _state_ids(group_of: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""DeepSpeed's stage-3 optimizer for a module in which some parameters are replicated."""
+"""DeepSpeed's stage-3 optimizer for a module whose parameters each have their own stage and degree."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.utils import get_norm_dtype
 
 from ds_osdp.deepspeed_seams import layout
-from ds_osdp.deepspeed_seams.placement import is_replicated
-from ds_osdp.deepspeed_seams.replicas import GradientSlot, ReplicaReducer
+from ds_osdp.deepspeed_seams.copies import copies, differing
+from ds_osdp.deepspeed_seams.deferred import DeferredReducer, GradientSlot, Route
+from ds_osdp.deepspeed_seams.placement import accumulates_whole, is_replicated, is_whole, peers
+from ds_osdp.deepspeed_seams.whole import WholeParameters
 from ds_osdp.errors import RankMismatchError
 
 __all__ = ["PlannedStage3Optimizer", "planned_optimizer_class"]
 
 
 class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """Stage 3 for what the plan shards; whole parameters, gradients and states for what it replicates.
+    """Stage 3 for what the plan shards; whole parameters, gradients and states for what it keeps whole.
 
     Two settings come with the plan and are bound by :func:`planned_optimizer_class`.
     """
@@ -33,24 +32,32 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The plan says what is kept; a size threshold beside it would keep more than the memory prediction knows.
         kwargs["param_persistence_threshold"] = 0
-        self._osdp_reducer: ReplicaReducer | None = None
+        self._osdp_reducer: DeferredReducer | None = None
         self._osdp_steps = 0
         super().__init__(*args, **kwargs)
-        self._osdp_replicated = [p for group in self.fp16_groups for p in group if is_replicated(p)]
-        self._osdp_keep = [p for p in self.module.parameters() if is_replicated(p)]
-        for parameter in self._osdp_keep:
-            # DeepSpeed's coordinator does not release what persists, once it knows the order of modules.
-            parameter.ds_persist = True
-        if self._osdp_replicated:
-            slots = [GradientSlot(p.ds_id, self._gradient_partition(p)) for p in self._osdp_replicated]
-            self._osdp_reducer = ReplicaReducer(
+        optimized = [p for group in self.fp16_groups for p in group]
+        self.osdp_whole = WholeParameters(
+            [p for p in self.module.parameters() if is_whole(p)],
+            optimized,
+            self._get_param_coordinator(),
+            self.module.ds_inflight_param_registry,
+            bucket_bytes=self.osdp_replica_bucket_bytes,
+        )
+        slots = self._gradient_slots(optimized)
+        if slots:
+            self._osdp_reducer = DeferredReducer(
                 slots,
                 self.grad_partitions_flat_buffer,
                 bucket_bytes=self.osdp_replica_bucket_bytes,
-                group=self.dp_process_group,
                 wire_dtype=self.communication_data_type,
             )
-        self._make_replicas_available()
+        self.osdp_whole.gather()
+        self.osdp_whole.wait(self.osdp_whole.parameters)
+
+    def destroy(self) -> None:
+        """Let go of the module."""
+        self.osdp_whole.forget()
+        super().destroy()
 
     # -- the stock order of parameters, before it is split by partition group
 
@@ -60,34 +67,67 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     # -- gradients
 
-    def _gradient_partition(self, parameter: torch.Tensor) -> torch.Tensor:
-        view, _ = self._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
-        return view  # type: ignore[no-any-return]
+    def _gradient_slots(self, parameters: list[Any]) -> list[GradientSlot]:
+        """Where the gradients end up that are reduced once per optimizer step."""
+        routes: dict[tuple[bool, int], Route] = {}
+        slots = []
+        for parameter in parameters:
+            degree = parameter.ds_zero_partition_world_size
+            scatters = accumulates_whole(parameter) and degree > 1
+            if not scatters and peers(parameter) is None:
+                continue
+            if (scatters, degree) not in routes:
+                routes[scatters, degree] = self._route(parameter, scatters)
+            part, _ = self._get_fp32_grad_state_partition(parameter, release_swap_buffers=False)
+            slots.append(GradientSlot(parameter.ds_id, part, routes[scatters, degree]))
+        return slots
+
+    def _route(self, parameter: Any, scatters: bool) -> Route:
+        # Among all ranks through the optimizer's own group: gathers and scatters of stage 3 go through another, and one
+        # group does one collective after the other.
+        world, degree = self.dp_process_group, parameter.ds_zero_partition_world_size
+        scatter = (world if peers(parameter) is None else parameter.ds_process_group) if scatters else None
+        return Route(scatter, world if degree == 1 else peers(parameter))
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any) -> None:
         """Called by DeepSpeed when autograd has finished the gradient of one parameter."""
-        if self._osdp_reducer is None or not is_replicated(param):
+        if self._osdp_reducer is None or not accumulates_whole(param):
             super().reduce_independent_p_g_buckets_and_remove_grads(param)
             return
         if not getattr(param, "ds_grad_is_ready", True):
             return  # DeepSpeed's tiled computations call once per tile and set this with the last
         with self._on_reduce_stream(param.grad):
-            self._osdp_reducer.add(
-                param.ds_id,
-                param.grad,
-                first_micro_step=self.micro_step_id == 0,
-                last_micro_step=self._is_last_micro_step(),
-            )
+            self._accumulate(self._osdp_reducer, param, param.grad)
         param.grad = None
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> Any:
+        """Called by DeepSpeed on its reduce stream, with this rank's share of gradients of one partition group."""
+        if self._osdp_reducer is None or peers(params_to_release[0]) is None:
+            return super().partition_grads(params_to_release, grad_partitions)
+        for parameter, share in zip(params_to_release, grad_partitions, strict=True):
+            self._accumulate(self._osdp_reducer, parameter, share)
+            if not get_accelerator().is_synchronized_device():
+                parameter.grad.record_stream(get_accelerator().current_stream())
+            parameter.grad = None
+        return []
+
+    def _accumulate(self, reducer: DeferredReducer, parameter: Any, gradient: torch.Tensor) -> None:
+        reducer.add(
+            parameter.ds_id,
+            gradient,
+            first_micro_step=self.micro_step_id == 0,
+            last_micro_step=self._is_last_micro_step(),
+        )
 
     def independent_gradient_partition_epilogue(self) -> None:
         """Called by DeepSpeed at the end of every backward."""
+        # First, since it flushes DeepSpeed's own bucket, and that may hold what is averaged over the nodes.
+        super().independent_gradient_partition_epilogue()
         if self._osdp_reducer is not None:
             if self._is_last_micro_step():
                 self._finish_reductions(self._osdp_reducer)
             else:
                 self._osdp_reducer.begin_micro_step()
-        super().independent_gradient_partition_epilogue()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Called by ``engine.step()`` when the caller owns the accumulation: only now is the last micro-step known."""
@@ -99,7 +139,7 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         boundary = self.is_gradient_accumulation_boundary  # a method since 0.19.8, before that a flag
         return bool(boundary() if callable(boundary) else boundary)
 
-    def _finish_reductions(self, reducer: ReplicaReducer) -> None:
+    def _finish_reductions(self, reducer: DeferredReducer) -> None:
         with self._on_reduce_stream():
             reducer.finish()
         if not get_accelerator().resolves_data_dependency():
@@ -124,62 +164,45 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         """
         if norm_type != 2 or not is_replicated(params[0]):
             return super().get_grad_norm_direct(gradients, params, norm_type)  # type: ignore[no-any-return]
-        norm = torch.stack([g.to(get_norm_dtype()).norm(2) for g in gradients]).norm(2)
+        norm = torch.stack([g.to(_norm_dtype()).norm(2) for g in gradients]).norm(2)
         # DeepSpeed's mark of a gradient that overflowed.
         return torch.where(norm.isfinite(), norm, torch.full_like(norm, -1.0))
 
-    # -- after the step
+    # -- the step, and what comes after it
 
-    def _post_step(self, timer_names: Any) -> None:
-        super()._post_step(timer_names)
-        self._make_replicas_available()
+    def step(self, closure: Any = None) -> None:
+        """Update what this rank holds, and begin to make whole again what is kept whole."""
+        with self.osdp_whole.through_step():
+            super().step(closure)
         self._osdp_steps += 1
         if self.osdp_check_replicas_every and self._osdp_steps % self.osdp_check_replicas_every == 0:
             self.check_replicas()
 
-    def _make_replicas_available(self) -> None:
-        """Let the replicated parameters alias their own storage again: a gather over a group of one copies nothing.
-
-        Left to the first use in the next forward, they would take the prefetcher's budget from those that need it.
-        """
-        released = [p for p in self._osdp_keep if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
-        if released:
-            released[0].all_gather_coalesced(released).wait()
+    def checkpoint_event_epilogue(self) -> None:
+        """Called by DeepSpeed after a checkpoint was saved or loaded, for which it has freed all whole parameters."""
+        super().checkpoint_event_epilogue()
+        self.osdp_whole.gather()
 
     def check_replicas(self) -> None:
-        """Compare a checksum of every replicated parameter and its optimizer states between ranks, bit for bit.
+        """Compare a checksum of everything that several ranks hold, bit for bit.
 
         Raises:
-            RankMismatchError: on all ranks, naming parameters that differ.
+            RankMismatchError: on all ranks, naming what differs.
         """
-        names, sums = [], []
-        for name, tensor in self._replicated_tensors():
-            names.append(name)
-            sums.append(_checksum(tensor))
-        if not sums:
-            return
-        least = torch.stack(sums)
-        most = least.clone()
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.dp_process_group)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.dp_process_group)
-        differing = [name for name, same in zip(names, (least == most).tolist(), strict=True) if not same]
-        if differing:
+        self.osdp_whole.gather()
+        self.osdp_whole.wait(self.osdp_whole.parameters)
+        different = differing(copies(self), self.dp_process_group)
+        if different:
             raise RankMismatchError(
-                f"replicated state differs between ranks after {self._osdp_steps} steps, in {len(differing)} of {len(names)} "
-                f"tensors, such as {', '.join(differing[:3])}. Something changed it on some ranks only (a parameter written "
+                f"what ranks hold copies of differs between them after {self._osdp_steps} steps, in {len(different)} "
+                f"tensors, such as {', '.join(different[:3])}. Something changed it on some ranks only (a parameter written "
                 "outside GatheredParameters, or a faulty device): restart from the last checkpoint"
             )
 
-    def _replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for parameter in self._osdp_keep:
-            yield self.param_names[parameter], parameter.ds_tensor
-        for group, master in zip(self.fp16_groups, self.fp32_partitioned_groups_flat, strict=True):
-            if group and is_replicated(group[0]):
-                first = self.param_names[group[0]]
-                yield f"the master weights from {first}", master
-                for key, value in self.optimizer.state[master].items():
-                    if torch.is_tensor(value) and value.numel() == master.numel():
-                        yield f"{key} from {first}", value
+    def osdp_held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is held beside DeepSpeed's own buffers: whole parameters, and accumulators of gradients."""
+        self.osdp_whole.wait(self.osdp_whole.parameters)
+        return [p.data for p in self.osdp_whole.parameters], self._osdp_reducer.buffers if self._osdp_reducer else []
 
     # -- checkpoints: what is saved is what stock ZeRO-3 saves
 
@@ -187,6 +210,8 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return layout.to_stock(self, super()._rigid_state_dict())
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        # The engine has freed whole parameters by now; a caller of the optimizer alone has not.
+        self._partition_all_parameters()
         super()._rigid_load_state_dict(layout.from_stock(self, state_dict, load_optimizer_states), load_optimizer_states)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
@@ -199,6 +224,12 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
                 state["step"] = state["step"].clone()
 
 
+def _norm_dtype() -> torch.dtype:
+    """DeepSpeed's choice (``get_norm_dtype``, which 0.19.3 lacks): double precision, where the device has it."""
+    supported = getattr(get_accelerator(), "is_fp64_supported", None)
+    return torch.double if supported is None or supported() else torch.float
+
+
 def planned_optimizer_class(*, replica_bucket_bytes: int, check_replicas_every: int) -> type[PlannedStage3Optimizer]:
     """The optimizer class for one engine, with its plan's settings bound: DeepSpeed calls the constructor itself."""
     return type(
@@ -206,12 +237,3 @@ def planned_optimizer_class(*, replica_bucket_bytes: int, check_replicas_every: 
         (PlannedStage3Optimizer,),
         {"osdp_replica_bucket_bytes": replica_bucket_bytes, "osdp_check_replicas_every": check_replicas_every},
     )
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A 64-bit sum of the bits of ``tensor``, weighted by position so that swapped values show."""
-    bits = (
-        tensor.detach().reshape(-1).view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    )
-    weights = torch.arange(bits.numel(), device=bits.device, dtype=torch.int64) % 8191 + 1
-    return (bits * weights).sum()

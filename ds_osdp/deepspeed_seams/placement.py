@@ -1,30 +1,48 @@
-"""Put a plan onto a module: give every replicated parameter a partition group of this rank alone.
+"""Put a plan onto a module: give every parameter the partition group that its stage and degree ask for.
 
 DeepSpeed (since 0.19.3) partitions each parameter over the group that ``ds_zero_partition_process_group`` names, and its
-gathers, gradient buckets, sub-groups and norms honour it.  A group of one is a parameter that every rank holds whole.
+gathers, gradient buckets, sub-groups and norms honour it.  A group of one is a parameter that every rank holds whole; a
+group of the ranks of a node is one of which every node holds a copy.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import deepspeed.comm as dist
 import torch
 import torch.distributed
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from ds_osdp.errors import PlanMismatchError
-from ds_osdp.plan import Plan, Stage
+from ds_osdp.plan import Plan, Stage, UnitPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["full_shapes", "is_replicated", "place", "verify"]
+__all__ = ["accumulates_whole", "full_shapes", "is_replicated", "is_whole", "peers", "place", "verify"]
 
 
 def is_replicated(parameter: torch.Tensor) -> bool:
-    """Whether a plan made every rank hold ``parameter`` whole."""
+    """Whether a plan made every rank hold the parameter, its gradient and its optimizer states whole."""
     return getattr(parameter, "osdp_stage", None) is Stage.REPLICATED
+
+
+def accumulates_whole(parameter: torch.Tensor) -> bool:
+    """Whether a plan lets every rank sum up the whole gradient, and reduce it once per optimizer step."""
+    return getattr(parameter, "osdp_stage", None) in (Stage.REPLICATED, Stage.OPTIMIZER_STATES)
+
+
+def is_whole(parameter: torch.Tensor) -> bool:
+    """Whether a plan keeps the parameter whole on every rank between its uses."""
+    return getattr(parameter, "osdp_stage", Stage.FULLY_SHARDED) is not Stage.FULLY_SHARDED
+
+
+def peers(parameter: torch.Tensor) -> Any:
+    """The group of ranks that hold the same part of the parameter as this rank; None when no other does."""
+    return getattr(parameter, "osdp_peers", None)
 
 
 def full_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -35,52 +53,98 @@ def full_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 def place(module: nn.Module, plan: Plan) -> None:
     """Mark and place every parameter of ``module``, before DeepSpeed converts it.
 
-    Parameters that ``deepspeed.zero.Init`` has spread over the world already are gathered and kept whole one at a time,
-    so that the peak exceeds the sharded model's by what stays replicated and never by more than one parameter beside it.
-    The copies of a replicated parameter are made equal: rank 0's values, as DeepSpeed does for partitioned ones.
+    Parameters that ``deepspeed.zero.Init`` has spread over the world already are gathered and spread anew one at a time,
+    so that the peak exceeds the sharded model's by what the plan keeps and never by more than one parameter beside it.
+    The copies of a parameter are made equal: rank 0's values, as DeepSpeed does for partitioned ones.
+
+    Raises:
+        PlanMismatchError: the plan spreads a unit over a number of ranks that does not divide the job's.
     """
-    # DeepSpeed's wrapper cannot make a group of one without every rank taking part.
-    alone = torch.distributed.new_group([dist.get_rank()], use_local_synchronization=True)
-    stages = plan.stage_of
+    world_size = dist.get_world_size()
+    units = {name: unit for unit in plan.units for name in unit.parameters}
+    groups: dict[int, _Groups] = {}
     # DeepSpeed has broadcast the parameters of an ordinary model by now, and none of one that zero.Init built, also not
     # those added to it since (adapters).
     built_partitioned = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
     for name, parameter in module.named_parameters():
-        parameter.osdp_stage = stages[name]  # type: ignore[attr-defined]
-        if not is_replicated(parameter):
-            continue
+        unit = units[name]
+        parameter.osdp_stage = unit.stage  # type: ignore[attr-defined]
+        degree = _degree(unit)
+        if degree not in groups:
+            groups[degree] = _make_groups(unit, world_size)
+        parameter.osdp_peers = groups[degree].peers  # type: ignore[attr-defined]
         if hasattr(parameter, "ds_id"):
-            _keep_whole(parameter, alone)
-        else:
-            parameter.ds_zero_partition_process_group = alone  # type: ignore[attr-defined]
+            if degree != world_size or dist.get_world_size(group=parameter.ds_process_group) != world_size:  # type: ignore[attr-defined]
+                _spread_anew(parameter, groups[degree].partition)
+        elif degree != world_size:
+            parameter.ds_zero_partition_process_group = groups[degree].partition  # type: ignore[attr-defined]
             if built_partitioned:
                 dist.broadcast(parameter.data, 0)
 
 
-def _keep_whole(parameter: Any, alone: Any) -> None:
-    """Gather a parameter that is spread over the world, and make the whole of it this rank's part."""
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The groups of one degree that this rank is in."""
+
+    partition: Any
+    """The ranks that hold one part each."""
+    peers: Any
+    """The ranks that hold the same part."""
+
+
+def _degree(unit: UnitPlan) -> int:
+    return 1 if unit.stage is Stage.REPLICATED else unit.degree
+
+
+def _make_groups(unit: UnitPlan, world_size: int) -> _Groups:
+    """Every rank takes part in making every group, or finds itself in another order than the others."""
+    degree = _degree(unit)
+    if degree == world_size:
+        return _Groups(dist.get_world_group(), None)
+    if degree == 1:
+        # Made without the other ranks: a job has as many of these as ranks.
+        alone = torch.distributed.new_group([dist.get_rank()], use_local_synchronization=True)
+        return _Groups(alone, dist.get_world_group())
+    if world_size % degree:
+        raise PlanMismatchError(
+            f"the plan spreads {unit.name!r} over {degree} ranks, which does not divide the job's {world_size}: plan again"
+        )
+    nodes = [list(range(first, first + degree)) for first in range(0, world_size, degree)]
+    positions = [list(range(position, world_size, degree)) for position in range(degree)]
+    partition, _ = torch.distributed.new_subgroups_by_enumeration(nodes)  # type: ignore[no-untyped-call]
+    peers, _ = torch.distributed.new_subgroups_by_enumeration(positions)  # type: ignore[no-untyped-call]
+    return _Groups(partition, peers)
+
+
+def _spread_anew(parameter: Any, group: Any) -> None:
+    """Gather a parameter that is spread over other ranks, and spread it over ``group``."""
     parameter.all_gather()
-    parameter.ds_process_group = alone
-    parameter.ds_zero_partition_process_group = alone
-    parameter.ds_zero_partition_rank = 0
-    parameter.ds_zero_partition_world_size = 1
+    parameter.ds_process_group = group
+    parameter.ds_zero_partition_process_group = group
+    parameter.ds_zero_partition_rank = dist.get_rank(group=group)
+    parameter.ds_zero_partition_world_size = dist.get_world_size(group=group)
     parameter.ds_tensor = None
     parameter.partition()
 
 
-def verify(parameters: Iterable[tuple[str, Any]], plan: Plan, world_size: int) -> None:
+def verify(parameters: Iterable[tuple[str, Any]], plan: Plan) -> None:
     """Compare what the engine partitioned with the plan: a signature can stay while behaviour moves.
 
     Raises:
         PlanMismatchError: naming the first parameter that differs.
     """
-    stages = plan.stage_of
+    units = {name: unit for unit in plan.units for name in unit.parameters}
     for name, parameter in parameters:
-        degree = 1 if stages[name] is Stage.REPLICATED else world_size
+        degree = _degree(units[name])
         group = dist.get_world_size(group=parameter.ds_process_group)
         held, wanted = parameter.ds_tensor.ds_numel, -(-parameter.ds_numel // degree)
         if group != degree or held != wanted:
             raise PlanMismatchError(
                 f"the plan spreads {name!r} over {degree} ranks ({wanted} elements each); the engine spread it over {group} "
                 f"({held} each). This is a defect of ds_osdp: set osdp.enabled to false and report it"
+            )
+        if is_whole(parameter) and parameter.ds_status is not ZeroParamStatus.AVAILABLE:
+            raise PlanMismatchError(
+                f"the plan keeps {name!r} whole (stage {units[name].stage:d}); in the engine it is "
+                f"{parameter.ds_status.name}. This is a defect of ds_osdp: set osdp.enabled to false and report it"
             )

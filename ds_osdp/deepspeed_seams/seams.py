@@ -23,6 +23,9 @@ __all__ = ["SEAMS", "Patch", "Seam", "check_seams", "missing_seams", "patches_in
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
+_ACCESS = "deepspeed.runtime.zero.parameter_offload:ZeROOrderedDict"
 _GATHERED = "deepspeed.runtime.zero.partition_parameters:GatheredParameters"
 
 
@@ -41,9 +44,9 @@ class Seam:
 
     def problem(self) -> str | None:
         """What is wrong with it in the DeepSpeed that is installed; None when nothing is."""
-        module_name, _, class_name = self.owner.partition(":")
+        class_name = self.owner.partition(":")[2]
         try:
-            owner = getattr(importlib.import_module(module_name), class_name)
+            owner = _owner(self.owner)
         except (ImportError, AttributeError):
             return f"{self.owner} is missing"
         if not hasattr(owner, self.name):
@@ -66,19 +69,28 @@ SEAMS = (
         _STAGE3,
         "reduce_independent_p_g_buckets_and_remove_grads",
         ("param",),
-        "gradients of copies skip the reduce-scatter",
+        "gradients that are summed up whole skip the reduce-scatter",
     ),
-    Seam(_STAGE3, "independent_gradient_partition_epilogue", (), "all-reduces of copies are waited for after backward"),
+    Seam(
+        _STAGE3,
+        "partition_grads",
+        ("params_to_release", "grad_partitions"),
+        "a node's share of a gradient is averaged over the nodes",
+    ),
+    Seam(_STAGE3, "independent_gradient_partition_epilogue", (), "deferred reductions are waited for after backward"),
     Seam(
         _STAGE3,
         "finalize_gradient_accumulation_boundary",
         (),
-        "unmanaged accumulation reduces copies at step()",
+        "unmanaged accumulation reduces what is deferred at step()",
         since="0.19.8",
     ),
     Seam(_STAGE3, "_get_fp32_grad_state_partition", ("param", "release_swap_buffers"), "the accumulator of one gradient"),
     Seam(_STAGE3, "get_grad_norm_direct", ("gradients", "params"), "norms of copies need no collective"),
-    Seam(_STAGE3, "_post_step", ("timer_names",), "copies are available again after the step, without a gather"),
+    Seam(_STAGE3, "step", ("closure",), "what is kept whole is gathered again after a step, in few collectives"),
+    Seam(_STAGE3, "_partition_all_parameters", (), "frees what is kept whole, before a checkpoint is loaded"),
+    Seam(_STAGE3, "checkpoint_event_epilogue", (), "what is kept whole is gathered again after a checkpoint"),
+    Seam(_STAGE3, "_get_param_coordinator", (), "the coordinator frees parameters that no submodule uses"),
     Seam(_STAGE3, "_rigid_state_dict", (), "optimizer states are saved in the stock layout"),
     Seam(_STAGE3, "_rigid_load_state_dict", ("state_dict", "load_optimizer_states"), "and read from it"),
     Seam(
@@ -87,11 +99,20 @@ SEAMS = (
         ("checkpoint_dir",),
         "a universal checkpoint gives sub-groups one step tensor to share, which then counts too fast",
     ),
+    Seam(_COORDINATOR, "reset_step", (), "waits for gathers in flight; those begun after a step need not be waited for yet"),
+    Seam(_COORDINATOR, "release_and_reset_all", ("module",), "frees everything, and forgets the users of each parameter"),
     Seam(_INIT, "_convert_to_deepspeed_param", ("param",), "reads ds_zero_partition_process_group: the mechanism itself"),
     Seam(_INIT, "_partition_param", ("param",), "re-partitions a parameter that zero.Init spread over the world"),
     Seam(_GATHERED, "__init__", ("params", "modifier_rank"), "a modified copy must reach the other copies"),
-    Seam(_GATHERED, "__exit__", ("exc",), "where the modified values are broadcast"),
+    Seam(_ACCESS, "__getitem__", ("key",), "waits for a parameter in flight that another module uses"),
+    Seam(_GATHERED, "__enter__", (), "waits for parameters in flight, and sees which are whole"),
+    Seam(_GATHERED, "__exit__", ("exc",), "where modified values are broadcast, and what was whole is kept so"),
 )
+
+
+def _owner(path: str) -> Any:
+    module_name, _, class_name = path.partition(":")
+    return getattr(importlib.import_module(module_name), class_name)
 
 
 def _undecorated(function: Any) -> Any:
@@ -107,19 +128,25 @@ def _installed() -> Version:
     return Version(version("deepspeed").split("+")[0])
 
 
-# What the mechanism is: a DeepSpeed without it accepts the attribute and shards everything.
-_MECHANISM = "ds_zero_partition_process_group"
+# What the mechanisms are, where no signature tells: a DeepSpeed without the first accepts the attribute and shards
+# everything; one without the second frees what a plan keeps whole.
+_MECHANISMS = (
+    (_INIT, "_convert_to_deepspeed_param", "ds_zero_partition_process_group", "per-parameter groups"),
+    (_COORDINATOR, None, "not param.ds_active_sub_modules", "parameters in use are not freed"),
+    (_OFFLOAD, "__init__", "ds_inflight_param_registry", "the module shows which gathers are under way"),
+)
 
 
 def missing_seams() -> list[str]:
     """What the installed DeepSpeed lacks; empty when everything is as this package was written against."""
     problems = [problem for seam in SEAMS if (problem := seam.problem()) is not None]
-    if not problems:
-        from deepspeed.runtime.zero.partition_parameters import Init
-
-        if _MECHANISM not in inspect.getsource(Init._convert_to_deepspeed_param):
-            problems.append(f"Init._convert_to_deepspeed_param does not read {_MECHANISM} (per-parameter groups, 0.19.3)")
-    return problems
+    if problems:
+        return problems
+    return [
+        f"{owner.partition(':')[2]}{f'.{name}' if name else ''} does not contain {text!r} ({what})"
+        for owner, name, text, what in _MECHANISMS
+        if text not in inspect.getsource(_owner(owner) if name is None else getattr(_owner(owner), name))
+    ]
 
 
 def check_seams() -> None:
