@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, Validat
 from ds_osdp.cluster import Cluster
 from ds_osdp.errors import ConfigError
 from ds_osdp.frozen import Frozen, one_line
-from ds_osdp.plan import BUILT_STAGES, Stage
+from ds_osdp.plan import Stage
 from ds_osdp.profile import DTYPE_BYTES
 from ds_osdp.quantities import parse_bytes
 
@@ -23,25 +23,12 @@ SECTION = "osdp"
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
-def _built(stage: Any) -> Any:
-    if stage in set(Stage) and stage not in BUILT_STAGES:
-        raise ValueError(f"stage {int(stage)} is not built yet; this release plans stages {_listed(BUILT_STAGES)}")
-    return stage
-
-
-def _listed(stages: tuple[Stage, ...]) -> str:
-    return " and ".join(str(int(stage)) for stage in stages)
-
-
-BuiltStage = Annotated[Stage, BeforeValidator(_built)]
-
-
 class Rule(Frozen):
     """What the user pins: parameters whose name matches get this stage; the first rule that matches wins."""
 
     match: str = Field(min_length=1)
     """Shell-style pattern over parameter names, such as ``*.layers.0.*``."""
-    stage: BuiltStage
+    stage: Stage
 
 
 class TensorSpec(Frozen):
@@ -75,7 +62,7 @@ class OsdpConfig(Frozen):
     memory_budget: Bytes | None = None
     """Bytes per rank a plan may use, or text such as ``"14GiB"``.  Left out: 90% of the device's free memory, the
     smallest of all ranks."""
-    stages: tuple[BuiltStage, ...] = Field(BUILT_STAGES, min_length=1)
+    stages: tuple[Stage, ...] = Field(tuple(Stage), min_length=1)
     """The ZeRO stages a plan may use."""
     rules: tuple[Rule, ...] = ()
     """Parameters the user pins to a stage.  A rule that matches nothing is an error."""

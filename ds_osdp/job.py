@@ -100,6 +100,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
         "zero_optimization.zero_quantized_gradients (ZeRO++)": zero.get("zero_quantized_gradients"),
         "zero_optimization.zenflow (ZenFlow)": zero.get("zenflow"),
         "zero_optimization.stage3_use_all_reduce_for_fetch_params": zero.get("stage3_use_all_reduce_for_fetch_params"),
+        "zero_optimization.stage3_module_granularity_threshold": zero.get("stage3_module_granularity_threshold"),
         "compile.deepcompile (DeepCompile)": compile_section.get("deepcompile"),
         "expert_parallel (AutoEP)": (ds_config.get("expert_parallel") or {}).get("enabled"),
         "tensor_parallel (AutoTP)": ((ds_config.get("tensor_parallel") or {}).get("autotp_size") or 0) > 1,

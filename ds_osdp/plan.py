@@ -11,7 +11,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_valida
 from ds_osdp.errors import PlanMismatchError
 from ds_osdp.frozen import Document, Frozen, fingerprint
 
-__all__ = ["BUILT_STAGES", "Plan", "Provenance", "Stage", "UnitPlan", "model_fingerprint"]
+__all__ = ["Plan", "Provenance", "Stage", "UnitPlan", "model_fingerprint"]
 
 
 class Stage(IntEnum):
@@ -25,10 +25,6 @@ class Stage(IntEnum):
     """Gradients spread too; a reduce-scatter per micro-step, one all-gather per optimizer step."""
     FULLY_SHARDED = 3
     """1/N of everything; gathered around each use, a reduce-scatter per micro-step."""
-
-
-BUILT_STAGES = (Stage.REPLICATED, Stage.FULLY_SHARDED)
-"""Stages this release can apply to an engine."""
 
 
 class UnitPlan(Frozen):
@@ -86,8 +82,9 @@ class Plan(Document):
     """Parameters, gradients and optimizer states held between steps."""
     peak_bytes: NonNegativeInt
     peak_moment: str
-    replica_bucket_bytes: PositiveInt
-    """How many bytes of replicated gradients are reduced together."""
+    deferred_bucket_bytes: PositiveInt
+    """How many bytes are sent together of what is sent once per optimizer step: reductions of stages 0 and 1 and between
+    nodes, and the gathers behind the step of stages 1 and 2."""
     units: tuple[UnitPlan, ...]
     provenance: Provenance
 
@@ -95,7 +92,7 @@ class Plan(Document):
     def plan_hash(self) -> str:
         """Hash of what is applied: equal on all ranks, or the job must not start."""
         units = [unit.model_dump(mode="json") for unit in self.units]
-        return fingerprint({"world_size": self.world_size, "replica_bucket_bytes": self.replica_bucket_bytes, "units": units})
+        return fingerprint({"world_size": self.world_size, "deferred_bucket_bytes": self.deferred_bucket_bytes, "units": units})
 
     @property
     def stage_of(self) -> dict[str, Stage]:

@@ -10,8 +10,8 @@ from ds_osdp.cluster import Cluster
 from ds_osdp.config import Rule, SolverConfig
 from ds_osdp.errors import ConfigError, InfeasiblePlanError
 from ds_osdp.job import Job
-from ds_osdp.plan import BUILT_STAGES, Plan, Provenance, Stage, UnitPlan, model_fingerprint
-from ds_osdp.prices import Space, replica_bucket_bytes
+from ds_osdp.plan import Plan, Provenance, Stage, UnitPlan, model_fingerprint
+from ds_osdp.prices import Space, deferred_bucket_bytes
 from ds_osdp.profile import ModelProfile, UnitProfile
 from ds_osdp.remedies import remedies
 from ds_osdp.solve import SOLVER, fastest, leanest, relative_gap
@@ -19,7 +19,7 @@ from ds_osdp.step import Instance, evaluate, priced
 
 __all__ = ["BUILT", "best_micro_batch", "make_plan", "pinned_stages"]
 
-BUILT = Space(stages=BUILT_STAGES)
+BUILT = Space(stages=tuple(Stage))
 """What this release can apply to an engine."""
 
 _EXACT = SolverConfig()
@@ -158,7 +158,7 @@ def _plan(
         resident_bytes=totals.resident_bytes,
         peak_bytes=totals.peak_bytes,
         peak_moment=totals.peak_moment,
-        replica_bucket_bytes=replica_bucket_bytes(cluster, job.world_size),
+        deferred_bucket_bytes=deferred_bucket_bytes(cluster, job.world_size),
         units=tuple(
             UnitPlan(
                 name=unit.name,

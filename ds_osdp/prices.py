@@ -23,11 +23,11 @@ __all__ = [
     "Price",
     "Space",
     "collective_seconds",
+    "deferred_bucket_bytes",
     "kept_until_backward",
     "legal_options",
     "nanoseconds",
     "price",
-    "replica_bucket_bytes",
     "ring_terms",
     "work_seconds",
 ]
@@ -38,7 +38,7 @@ MASTER_BYTES = 4
 """An fp32 optimizer state or master weight."""
 
 # Torch DDP's bucket bounds: small enough that reducing starts early in backward, large enough to hide the latency.
-_LEAST_REPLICA_BUCKET, _MOST_REPLICA_BUCKET = 1 << 20, 25 << 20
+_LEAST_DEFERRED_BUCKET, _MOST_DEFERRED_BUCKET = 1 << 20, 25 << 20
 _LATENCY_SHARE = 0.05
 
 
@@ -118,14 +118,14 @@ def collective_seconds(operation: Operation, link: Link, ranks: int, size_bytes:
     return calls * hops * link.latency_seconds + share * size_bytes / link.bytes_per_second
 
 
-def replica_bucket_bytes(cluster: Cluster, ranks: int) -> int:
-    """How many bytes of replicated gradients to reduce at once: the latency is at most a twentieth of the time."""
+def deferred_bucket_bytes(cluster: Cluster, ranks: int) -> int:
+    """How many bytes to send together of what is sent once per step: the latency is at most a twentieth of the time."""
     if ranks == 1:
-        return _MOST_REPLICA_BUCKET
+        return _MOST_DEFERRED_BUCKET
     link = cluster.collectives_over(ranks).all_reduce
     hops, share = ring_terms("all_reduce", ranks)
     wanted = hops * link.latency_seconds / _LATENCY_SHARE * link.bytes_per_second / share
-    return int(min(max(wanted, _LEAST_REPLICA_BUCKET), _MOST_REPLICA_BUCKET))
+    return int(min(max(wanted, _LEAST_DEFERRED_BUCKET), _MOST_DEFERRED_BUCKET))
 
 
 def legal_options(
@@ -234,7 +234,7 @@ def _reductions(
     if not whole_bytes:
         return 0.0, 0.0, 0.0
     wire = DTYPE_BYTES[job.communication_dtype]
-    deferred_bucket = replica_bucket_bytes(cluster, job.world_size)
+    deferred_bucket = deferred_bucket_bytes(cluster, job.world_size)
     if option.stage is Stage.REPLICATED:
         everywhere = cluster.collectives_over(job.world_size).all_reduce
         calls = _calls(whole_bytes, deferred_bucket)

@@ -19,18 +19,19 @@ from ds_osdp.errors import ConfigError, InfeasiblePlanError, PlanMismatchError
 from ds_osdp.explain import explain
 from ds_osdp.job import Job
 from ds_osdp.plan import Stage
-from ds_osdp.planner import BUILT, best_micro_batch, make_plan
+from ds_osdp.planner import best_micro_batch, make_plan
 from ds_osdp.prices import Space
 from ds_osdp.profile import ModelProfile
 from ds_osdp.remedies import with_micro_batch
 from ds_osdp.solve import _by_kinds, _run, _unit_by_unit
 from ds_osdp.step import Instance, evaluate, priced
 
+BOTH = Space((Stage.REPLICATED, Stage.FULLY_SHARDED))
 MANY = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SOME = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def problem_of(profile: ModelProfile, cluster: Cluster, job: Job, space: Space = BUILT) -> Instance:
+def problem_of(profile: ModelProfile, cluster: Cluster, job: Job, space: Space = BOTH) -> Instance:
     return priced(profile, cluster, job, space)
 
 
@@ -162,7 +163,7 @@ def test_padding_to_the_degree_is_counted() -> None:
 def test_rules_pin_units() -> None:
     profile = a_profile([a_unit("a", 100), a_unit("b.fc", 100), a_unit("c", 100)])
     rules = [Rule(match="b.*", stage=Stage.FULLY_SHARDED), Rule(match="*.bias", stage=Stage.REPLICATED)]
-    plan = make_plan(profile, a_cluster(), a_job(), 1 << 30, rules=rules)
+    plan = make_plan(profile, a_cluster(), a_job(), 1 << 30, space=BOTH, rules=rules)
     assert [unit.stage for unit in plan.units] == [0, 3, 0]
     plan = make_plan(profile, a_cluster(), a_job(), 1 << 30, space=Space((Stage.FULLY_SHARDED,)), rules=rules)
     assert [unit.stage for unit in plan.units] == [0, 3, 0]
@@ -255,8 +256,8 @@ def test_an_explanation_adds_up() -> None:
     problem = problem_of(profile, cluster, job)
     low, high = (evaluate(problem, [i] * 9).peak_bytes for i in (1, 0))
     rules = [Rule(match="u0.*", stage=Stage.FULLY_SHARDED)]
-    plan = make_plan(profile, cluster, job, (low + high) // 2, rules=rules)
-    reasons = explain(plan, profile, cluster, job, rules=rules)
+    plan = make_plan(profile, cluster, job, (low + high) // 2, space=BOTH, rules=rules)
+    reasons = explain(plan, profile, cluster, job, space=BOTH, rules=rules)
     assert reasons.moments[reasons.binding_moment] == plan.peak_bytes == max(reasons.moments.values())
     assert reasons.slack_bytes == plan.budget_bytes - plan.peak_bytes >= 0
     assert [unit.name for unit in reasons.units] == [unit.name for unit in plan.units]

@@ -59,7 +59,7 @@ def a_plan(**changes: object) -> Plan:
         "resident_bytes": 800,
         "peak_bytes": 900,
         "peak_moment": "backward of 'head'",
-        "replica_bucket_bytes": 1 << 20,
+        "deferred_bucket_bytes": 1 << 20,
         "units": (
             UnitPlan(name="a", stage=Stage.REPLICATED, degree=1, parameters=("a.weight", "a.bias"), elements=12),
             UnitPlan(name="b", stage=Stage.FULLY_SHARDED, degree=4, parameters=("b.weight",), elements=9),

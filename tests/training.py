@@ -119,7 +119,7 @@ def make_plan(model: torch.nn.Module, chosen: Chosen) -> Plan:
         resident_bytes=0,
         peak_bytes=0,
         peak_moment="made by hand",
-        replica_bucket_bytes=BUCKET_BYTES,
+        deferred_bucket_bytes=BUCKET_BYTES,
         units=tuple(units),
         provenance=Provenance(
             model="GPT",

@@ -131,7 +131,7 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         place(self.module, pending.plan)
         stock = stage3.DeepSpeedZeroOptimizer_Stage3
         stage3.DeepSpeedZeroOptimizer_Stage3 = planned_optimizer_class(
-            replica_bucket_bytes=pending.plan.replica_bucket_bytes,
+            deferred_bucket_bytes=pending.plan.deferred_bucket_bytes,
             check_replicas_every=pending.check_replicas_every,
         )
         try:

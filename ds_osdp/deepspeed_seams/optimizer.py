@@ -26,7 +26,7 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     Two settings come with the plan and are bound by :func:`planned_optimizer_class`.
     """
 
-    osdp_replica_bucket_bytes: int
+    osdp_deferred_bucket_bytes: int
     osdp_check_replicas_every: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,14 +41,14 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
             optimized,
             self._get_param_coordinator(),
             self.module.ds_inflight_param_registry,
-            bucket_bytes=self.osdp_replica_bucket_bytes,
+            bucket_bytes=self.osdp_deferred_bucket_bytes,
         )
         slots = self._gradient_slots(optimized)
         if slots:
             self._osdp_reducer = DeferredReducer(
                 slots,
                 self.grad_partitions_flat_buffer,
-                bucket_bytes=self.osdp_replica_bucket_bytes,
+                bucket_bytes=self.osdp_deferred_bucket_bytes,
                 wire_dtype=self.communication_data_type,
             )
         self.osdp_whole.gather()
@@ -230,10 +230,10 @@ def _norm_dtype() -> torch.dtype:
     return torch.double if supported is None or supported() else torch.float
 
 
-def planned_optimizer_class(*, replica_bucket_bytes: int, check_replicas_every: int) -> type[PlannedStage3Optimizer]:
+def planned_optimizer_class(*, deferred_bucket_bytes: int, check_replicas_every: int) -> type[PlannedStage3Optimizer]:
     """The optimizer class for one engine, with its plan's settings bound: DeepSpeed calls the constructor itself."""
     return type(
         "PlannedStage3Optimizer",
         (PlannedStage3Optimizer,),
-        {"osdp_replica_bucket_bytes": replica_bucket_bytes, "osdp_check_replicas_every": check_replicas_every},
+        {"osdp_deferred_bucket_bytes": deferred_bucket_bytes, "osdp_check_replicas_every": check_replicas_every},
     )

@@ -102,9 +102,8 @@ def main() -> None:
     difference = max(abs(a - b) for a, b in zip(stock.losses, planned.losses, strict=True))
     _show(console, stock, planned, plan, difference)
 
-    def count(stage: Stage) -> int:
-        return sum(len(unit.parameters) for unit in plan.units if unit.stage is stage)
-
+    parameters = sum(len(unit.parameters) for unit in plan.units)
+    replicated = sum(len(unit.parameters) for unit in plan.units if unit.stage is Stage.REPLICATED)
     result = {
         "stock_step_seconds": stock.step_seconds,
         "planned_step_seconds": planned.step_seconds,
@@ -113,8 +112,8 @@ def main() -> None:
         "stock_state_bytes": stock.state_bytes,
         "planned_state_bytes": planned.state_bytes,
         "predicted_state_bytes": plan.resident_bytes,
-        "replicated_parameters": count(Stage.REPLICATED),
-        "sharded_parameters": count(Stage.FULLY_SHARDED),
+        "replicated_parameters": replicated,
+        "sharded_parameters": parameters - replicated,
     }
     (arguments.output / "demo.json").write_text(json.dumps(result, indent=2) + "\n")
     console.print(f"written to {arguments.output / 'demo.json'}", style="dim")
