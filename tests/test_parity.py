@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "modules in another order each time": {"model": {"skips": True}, "steps": 7},
     "modules in another order, accumulation 2": {"model": {"skips": True}, "accumulation": 2, "steps": 5},
     "interrupted": {"drive": "interrupting", "accumulation": 2, "steps": 6},
+    "an infinite gradient on one rank": {"drive": "overflowing", "steps": 5},
     "SGD with momentum": {
         "steps": 5,
         "config": {
@@ -85,13 +86,13 @@ NODE_CASES = (
 ROWS = [(2, name, plan) for name in CASES for plan in (EVERY if name in BASIC else TELLING)]
 ROWS += [(2, name, plan) for name in ("bf16, fp32 gradients", "frozen layers") for plan in ("none", "all")]
 ROWS += [(2, "frozen layers", "two"), (2, "used outside its module", "one"), (2, "used outside its module", "two")]
-ROWS += [(4, name, plan) for name in BASIC[:2] for plan in ("mixed", *ON_NODES)]
+ROWS += [(4, name, plan) for name in BASIC[:2] for plan in (*PLANNED, "mixed", *ON_NODES)]
 ROWS += [(4, name, "everything") for name in NODE_CASES]
 
 
 def case(name: str, world_size: int) -> Case:
     chosen = Case(name=name, **CASES[name])
-    return chosen if world_size == 2 else replace(chosen, steps=4)
+    return chosen if world_size == 2 or name in BASIC[:2] else replace(chosen, steps=4)
 
 
 BETTER = [(2, "tied across a checkpoint", plan) for plan in ("all", "one")]

@@ -222,8 +222,20 @@ def interrupting(engine: Any, step: int, accumulation: int) -> Iterator[float]:
     yield from micro_steps(engine, step, accumulation)
 
 
+def overflowing(engine: Any, step: int, accumulation: int) -> Iterator[float]:
+    """Rank 1's gradients are infinite in one step, which all ranks must skip."""
+    if step != 2:
+        yield from micro_steps(engine, step, accumulation)
+        return
+    rank = int(os.environ["RANK"])
+    loss = engine(batch(step, rank))
+    engine.backward(loss * float("inf") if rank == 1 else loss)
+    engine.step()
+    yield loss.item()
+
+
 DRIVES: dict[str, Callable[..., Iterator[float]]] = {
-    f.__name__: f for f in (micro_steps, unmanaged, boundary, coalesced, evaluating, interrupting)
+    f.__name__: f for f in (micro_steps, unmanaged, boundary, coalesced, evaluating, interrupting, overflowing)
 }
 
 
