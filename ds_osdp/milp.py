@@ -266,7 +266,7 @@ def _relaxed_pass(m, problem: Instance, machines, slots) -> pyo.Block:
 
     @block.Constraint(block.M, block.S, doc="behind the machine before")
     def behind(block, i, s):
-        if i == 0 or len(slots[s]) > 1:
+        if i == 0 or sum(len(m.members[k]) for k in slots[s]) > 1:
             return pyo.Constraint.Skip
         return block.E[i, s] >= block.E[i - 1, s] + takes(i, s)
 

@@ -285,3 +285,19 @@ def test_a_thousand_layers_are_planned_by_kinds() -> None:
     plan = make_plan(profile, cluster, job, (low + high) // 2)
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.gap < 0.005
+
+
+@pytest.mark.parametrize("units", [7, 8, 9, 12])
+def test_a_middle_of_one_kind_is_not_taken_for_one_unit(units: int) -> None:
+    """Gathers of some of its units hide behind the computation of others: the bound must allow for it."""
+    profile = a_profile([a_unit(f"u{i}", 363) for i in range(units)])
+    for bandwidth in (1e8, 1e9, 1e10, 1e11):
+        problem = problem_of(profile, a_cluster(latency=1e-6, bandwidth=bandwidth), a_job(world_size=8))
+        low, high = (evaluate(problem, [i] * units).peak_bytes for i in (1, 0))
+        for budget in (low, (low + high) // 2, high):
+            deadline = monotonic() + 60
+            exact = _unit_by_unit(problem, budget, deadline, 0.0)
+            relaxation = _run(milp.relaxed(problem, budget), "y", deadline, 0.0)
+            assert exact is not None
+            assert relaxation is not None
+            assert relaxation.bound * 1e3 <= evaluate(problem, exact.choice).step_ns + 2
