@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ds_osdp.cluster import DEFAULT_CLUSTER, Cluster
-from ds_osdp.config import OsdpConfig, find_section
+from ds_osdp.config import BUDGET_SHARE, OsdpConfig, find_section
 from ds_osdp.errors import ConfigError, InfeasiblePlanError, OsdpError
 from ds_osdp.job import Job, job_from_config, refuse_unsupported
 from ds_osdp.plan import Plan
@@ -37,9 +37,6 @@ __all__ = ["main"]
 EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
 EXIT_UNFIT_DEEPSPEED = 3
-
-MEMORY_SHARE = 0.9
-"""Of a device's memory that a plan may use when no budget is given."""
 
 _PLAN_EXAMPLE = """\
 example:
@@ -102,7 +99,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if budget is None:
         if cluster.device.memory_bytes is None:
             raise ConfigError("give --memory-budget: the cluster file does not say how much memory a device has")
-        budget = int(MEMORY_SHARE * cluster.device.memory_bytes)
+        budget = int(BUDGET_SHARE * cluster.device.memory_bytes)
     job = job_from_config(ds_config, arguments.world_size)
     plan, profile = _make_plan(arguments, section, cluster, job, budget)
     reasons = _explain(plan, profile, section, cluster, job) if arguments.explain else None
@@ -125,20 +122,10 @@ def _make_plan(
     arguments: argparse.Namespace, section: OsdpConfig, cluster: Cluster, job: Job, budget: int
 ) -> tuple[Plan, ModelProfile]:
     # torch and pyomo take seconds to import: not before the input is known to be good.
-    import torch
-
     from ds_osdp import measure
     from ds_osdp.planner import make_plan
 
-    model = _build_model(arguments.model)
-    sample = (
-        measure.Sample.from_config(section.input, job.micro_batch)
-        if section.input is not None
-        else measure.sample_for(model, job.micro_batch, arguments.sequence_length)
-    )
-    if sample is None:
-        raise ConfigError(f"{type(model).__name__} cannot tell what it takes as input: describe one sample in osdp.input")
-    profile = measure.profile_model(model, sample, dtype=getattr(torch, job.parameter_dtype))
+    profile = measure.profile_for(section, _build_model(arguments.model), job, arguments.sequence_length)
     space = Space(section.stages)
     return make_plan(profile, cluster, job, budget, space=space, rules=section.rules, solver=section.solver), profile
 
@@ -150,21 +137,26 @@ def _explain(plan: Plan, profile: ModelProfile, section: OsdpConfig, cluster: Cl
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from ds_osdp.deepspeed_seams import SEAMS
+    from ds_osdp.deepspeed_seams import SEAMS, missing_seams
 
     rows = [{"owner": s.owner.split(":")[1], "name": s.name, "reason": s.reason, "problem": s.problem() or ""} for s in SEAMS]
-    problems = [row["problem"] for row in rows if row["problem"]]
+    # What enabling would refuse, and not the rows alone: some mechanisms show in no signature.
+    problems = missing_seams()
     if arguments.format == "json":
-        _print_json({"fits": not problems, "seams": rows})
+        _print_json({"fits": not problems, "problems": problems, "seams": rows})
     else:
         table = Table("seam", "why", "found")
         for row in rows:
             table.add_row(f"{row['owner']}.{row['name']}", row["reason"], row["problem"] or "yes")
-        Console().print(table)
+        console = Console()
+        console.print(table)
+        for problem in problems:
+            console.print(problem, markup=False)
     return EXIT_UNFIT_DEEPSPEED if problems else 0
 
 
 def _read_config(arguments: argparse.Namespace) -> dict[str, Any]:
+    # As DeepSpeed reads it, without DeepSpeed: it takes seconds to import, and logs to where JSON is printed.
     import hjson
 
     path = Path(arguments.config)

@@ -16,9 +16,13 @@ from ds_osdp.plan import Stage
 from ds_osdp.profile import DTYPE_BYTES
 from ds_osdp.quantities import parse_bytes
 
-__all__ = ["SECTION", "OsdpConfig", "Rule", "SolverConfig", "TensorSpec", "find_section"]
+__all__ = ["BUDGET_SHARE", "SECTION", "OsdpConfig", "Rule", "SolverConfig", "TensorSpec", "find_section"]
 
 SECTION = "osdp"
+
+BUDGET_SHARE = 0.9
+"""Of a device's memory that a plan may use when no budget is given: the rest is for what a prediction cannot know
+(fragments, the caching allocator)."""
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 

@@ -13,7 +13,7 @@ import torch
 
 from ds_osdp import deepspeed_seams as seams
 from ds_osdp import measure
-from ds_osdp.config import SECTION, OsdpConfig, find_section
+from ds_osdp.config import BUDGET_SHARE, SECTION, OsdpConfig, find_section
 from ds_osdp.errors import ConfigError, UnsupportedError
 from ds_osdp.job import Job, job_from_config, refuse_unsupported
 from ds_osdp.plan import Plan
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from ds_osdp.cluster import Cluster
 
 __all__ = ["disable", "enable", "initialize"]
-
-DEFAULT_BUDGET_SHARE = 0.9
-"""Of the device's free memory: the rest is for what a prediction cannot know (fragments, the caching allocator)."""
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -158,28 +155,17 @@ def _check(ds_config: dict[str, Any], call: dict[str, Any], world_size: int) -> 
 def _plan(section: OsdpConfig, model: nn.Module, job: Job) -> Plan:
     """Every rank helps to measure; rank 0 plans, the others get its plan."""
     ranks_per_node = _ranks_per_node(job.world_size)
-    dtype = getattr(torch, job.parameter_dtype)
     cluster = seams.on_every_rank(section.load_cluster)
     if cluster is None:
-        cluster = measure.measure_cluster(ranks_per_node=ranks_per_node, dtype=dtype)
+        cluster = measure.measure_cluster(ranks_per_node=ranks_per_node, dtype=getattr(torch, job.parameter_dtype))
     budget = section.memory_budget
     if budget is None:
-        budget = int(DEFAULT_BUDGET_SHARE * seams.least_of_all_ranks(measure.free_bytes(ranks_per_node)))
+        budget = int(BUDGET_SHARE * seams.least_of_all_ranks(measure.free_bytes(ranks_per_node)))
     return seams.broadcast_from_rank_zero(lambda: _plan_on_rank_zero(section, model, job, cluster, budget))
 
 
 def _plan_on_rank_zero(section: OsdpConfig, model: nn.Module, job: Job, cluster: Cluster, budget: int) -> Plan:
-    sample = (
-        measure.Sample.from_config(section.input, job.micro_batch)
-        if section.input is not None
-        else measure.sample_for(model, job.micro_batch)
-    )
-    if sample is None:
-        raise ConfigError(
-            f"{type(model).__name__} cannot tell what it takes as input: describe one sample in {SECTION}.input, such as "
-            '{"input_ids": {"shape": [1024], "dtype": "int64"}} (names of forward\'s arguments, shapes without the batch)'
-        )
-    profile = measure.profile_model(model, sample, dtype=getattr(torch, job.parameter_dtype))
+    profile = measure.profile_for(section, model, job)
     plan = make_plan(profile, cluster, job, budget, space=Space(section.stages), rules=section.rules, solver=section.solver)
     if section.save_plan is not None:
         plan.save(section.save_plan)

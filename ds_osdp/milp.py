@@ -296,21 +296,21 @@ def groups(problem: Instance) -> list[list[int]]:
     """
     n = len(problem.units)
     by_kind: dict[int, list[int]] = {}
-    alone = []
-    for u, kind in enumerate(problem.kind_of):
-        if u < ENDS or u >= n - ENDS:
-            alone.append([u])
-        else:
-            by_kind.setdefault(kind, []).append(u)
-    return alone + list(by_kind.values())
+    for u in range(ENDS, n - ENDS):
+        by_kind.setdefault(problem.kind_of[u], []).append(u)
+    return [[u] for u in _ends(n)] + list(by_kind.values())
+
+
+def _ends(n: int) -> list[int]:
+    """The first and the last few of n units."""
+    return [u for u in range(n) if u < ENDS or u >= n - ENDS]
 
 
 def _slots(members: list[list[int]], n: int) -> list[list[int]]:
     """Groups in the order of one forward, those between the two ends together."""
     group_of = {units[0]: k for k, units in enumerate(members)}
-    ends = [u for u in range(n) if u < ENDS or u >= n - ENDS]
     between = [k for k, units in enumerate(members) if ENDS <= units[0] < n - ENDS]
-    slots = [[group_of[u]] for u in ends]
+    slots = [[group_of[u]] for u in _ends(n)]
     return [*slots[:ENDS], between, *slots[ENDS:]] if between else slots
 
 

@@ -1,6 +1,6 @@
 """Find the best choice: a bound from counting kinds, a choice spread over the units, and the exact model where it fits.
 
-Why the solver stopped, and what it holds, are two questions; nothing is read from it before both are answered.
+Why HiGHS stopped, and what it holds, are two questions; nothing is read from it before both are answered.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import highspy
@@ -20,7 +19,7 @@ from ds_osdp import milp
 from ds_osdp.errors import SolverError
 from ds_osdp.step import Instance, evaluate
 
-__all__ = ["EXACT_UNITS", "SOLVER", "Solution", "Stop", "fastest", "leanest", "relative_gap"]
+__all__ = ["EXACT_UNITS", "SOLVER", "Solution", "fastest", "leanest", "relative_gap"]
 
 SOLVER = "HiGHS"
 
@@ -36,22 +35,11 @@ _ROUNDING_NS, _ROUNDING_RELATIVE = 2, 1e-8
 """The model works in floating-point microseconds, to HiGHS's tolerances: this much is rounding and no gap."""
 
 
-class Stop(Enum):
-    """Why the search ended."""
-
-    PROVEN = "proven"
-    """No better plan exists, within the gap that was asked for."""
-    TIME_LIMIT = "time limit"
-    KINDS = "kinds"
-    """The model is too large to place unit by unit: the gap says what counting kinds may have lost."""
-
-
 @dataclass(frozen=True, slots=True)
 class Solution:
     """A choice of one option index per unit."""
 
     choice: tuple[int, ...]
-    stop: Stop
     bound_ns: int
     """No choice takes less."""
 
@@ -95,7 +83,7 @@ def fastest(problem: Instance, budget_bytes: int, *, time_limit_seconds: float, 
         return counted  # no better one was found in time
     assert exact is not None, "what was counted fits"
     best = min((exact, counted), key=lambda s: evaluate(problem, s.choice).step_ns)
-    return Solution(best.choice, exact.stop, max(exact.bound_ns, counted.bound_ns))
+    return Solution(best.choice, max(exact.bound_ns, counted.bound_ns))
 
 
 def leanest(problem: Instance, *, time_limit_seconds: float) -> tuple[int, ...]:
@@ -135,7 +123,7 @@ def _by_kinds(problem: Instance, budget_bytes: int, relaxation: _Outcome, deadli
         fitting = [(t.step_ns, choice) for t, choice in totals if t.peak_bytes <= budget_bytes]
         if fitting:
             step_ns, choice = min(fitting)
-            return Solution(choice, Stop.KINDS if relaxation.proven else Stop.TIME_LIMIT, min(bound_ns, step_ns))
+            return Solution(choice, min(bound_ns, step_ns))
         allowed -= min(t.peak_bytes for t, _ in totals) - budget_bytes
         tighter = _run(milp.relaxed(problem, allowed), "y", deadline, gap) if allowed > 0 else None
         if tighter is None or time.monotonic() > deadline:
@@ -147,7 +135,7 @@ def _by_kinds(problem: Instance, budget_bytes: int, relaxation: _Outcome, deadli
     totals_of_leanest = evaluate(problem, choice)
     if totals_of_leanest.peak_bytes > budget_bytes:
         return None
-    return Solution(choice, Stop.KINDS, min(bound_ns, totals_of_leanest.step_ns))
+    return Solution(choice, min(bound_ns, totals_of_leanest.step_ns))
 
 
 def _unit_by_unit(problem: Instance, budget_bytes: int, deadline: float, gap: float) -> Solution | None:
@@ -165,7 +153,7 @@ def _unit_by_unit(problem: Instance, budget_bytes: int, deadline: float, gap: fl
     if not outcome.proven:
         choice = _polished(problem, choice, budget_bytes, deadline)
     bound_ns = min(max(0, int(outcome.bound * 1e3)), evaluate(problem, choice).step_ns)
-    return Solution(choice, Stop.PROVEN if outcome.proven else Stop.TIME_LIMIT, bound_ns)
+    return Solution(choice, bound_ns)
 
 
 def _polished(problem: Instance, choice: tuple[int, ...], budget_bytes: int, deadline: float) -> tuple[int, ...]:

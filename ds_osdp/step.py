@@ -72,8 +72,13 @@ class Instance:
         return max(len(kind.options) for kind in self.kinds)
 
     @cached_property
+    def kind_index(self) -> Integers:
+        """``kind_of``, to index arrays with."""
+        return np.array(self.kind_of, dtype=np.int64)
+
+    @cached_property
     def columns(self) -> dict[str, Integers]:
-        """Every price and the degree of every option of every kind, kind after kind, padded to the widest."""
+        """Every price and degree, and whether it is kept, of every option of every kind, padded to the widest."""
 
         def column(values: list[list[int]]) -> Integers:
             rows = np.zeros((len(self.kinds), self.widest), dtype=np.int64)
@@ -83,7 +88,8 @@ class Instance:
 
         names = [*Price.__dataclass_fields__, "resident_bytes"]
         prices = {name: column([[getattr(p, name) for p in kind.prices] for kind in self.kinds]) for name in names}
-        return {**prices, "degree": column([[option.degree for option in kind.options] for kind in self.kinds])}
+        degrees = column([[option.degree for option in kind.options] for kind in self.kinds])
+        return {**prices, "degree": degrees, "kept": column([[int(kind.kept)] * len(kind.options) for kind in self.kinds])}
 
     def options(self, unit: int) -> tuple[Option, ...]:
         """Of the unit with that index."""
@@ -189,7 +195,7 @@ def memory(problem: Instance, choice: Sequence[int]) -> dict[str, int]:
 
 def _columns(problem: Instance, choice: Sequence[int]) -> Column:
     """One price of every unit, by its name, as an array."""
-    place = np.asarray(problem.kind_of) * problem.widest + np.asarray(choice)
+    place = problem.kind_index * problem.widest + np.asarray(choice)
 
     def column(name: str) -> Integers:
         taken: Integers = problem.columns[name][place]
@@ -200,7 +206,7 @@ def _columns(problem: Instance, choice: Sequence[int]) -> Column:
 
 def _moments(problem: Instance, column: Column) -> tuple[Integers, list[int]]:
     """Bytes at every moment: the forward of each unit, the backward of each in reverse, the update of each degree."""
-    kept = np.array([int(kind.kept) for kind in problem.kinds], dtype=np.int64)[list(problem.kind_of)]
+    kept = column("kept")
     gathered, saved = column("gathered_bytes"), column("activation_bytes")
     held = int(column("resident_bytes").sum()) + problem.bucket_bytes
     alive = _sums(saved + kept * gathered)[:-1]

@@ -1,5 +1,6 @@
 """Measure: a torch module becomes a profile, a process group a cluster."""
 
+from ds_osdp.measure.configured import profile_for
 from ds_osdp.measure.links import free_bytes, measure_cluster, measure_device
 from ds_osdp.measure.sample import InputTensor, Sample, sample_for
 from ds_osdp.measure.trace import profile_model
@@ -10,6 +11,7 @@ __all__ = [
     "free_bytes",
     "measure_cluster",
     "measure_device",
+    "profile_for",
     "profile_model",
     "sample_for",
 ]
