@@ -1,0 +1,28 @@
+"""What all verbs share of their output: the exit statuses and the two formats."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["EXIT_BAD_INPUT", "EXIT_INFEASIBLE", "EXIT_UNFIT_DEEPSPEED", "add_format", "print_json"]
+
+EXIT_BAD_INPUT = 2
+EXIT_INFEASIBLE = 3
+EXIT_UNFIT_DEEPSPEED = 3
+
+if TYPE_CHECKING:
+    # The type has no public name.
+    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """The choice between text for people and JSON for programs."""
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` and nothing else."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
