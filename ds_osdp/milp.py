@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+import numpy as np
 import pyomo.environ as pyo
 
 from ds_osdp.step import Instance
@@ -295,10 +296,9 @@ def groups(problem: Instance) -> list[list[int]]:
     What a pass begins and ends with is not hidden behind anything, so it matters which units these are.
     """
     n = len(problem.units)
-    by_kind: dict[int, list[int]] = {}
-    for u in range(ENDS, n - ENDS):
-        by_kind.setdefault(problem.kind_of[u], []).append(u)
-    return [[u] for u in _ends(n)] + list(by_kind.values())
+    between = problem.kind_index[ENDS : max(ENDS, n - ENDS)]
+    by_kind = [(np.flatnonzero(between == kind) + ENDS).tolist() for kind in dict.fromkeys(between.tolist())]
+    return [[u] for u in _ends(n)] + by_kind
 
 
 def _ends(n: int) -> list[int]:

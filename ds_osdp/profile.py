@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import prod
 from typing import ClassVar
 
@@ -86,3 +87,19 @@ class ModelProfile(Document):
     def parameters(self) -> tuple[ParameterProfile, ...]:
         """All parameters, in the order of their units."""
         return tuple(parameter for unit in self.units for parameter in unit.parameters)
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Per unit, the number of its sort: units of one sort cost the same, whatever they are called."""
+        sorts: dict[object, int] = {}
+        return tuple(sorts.setdefault(_anonymous(unit), len(sorts)) for unit in self.units)
+
+
+def _anonymous(unit: UnitProfile) -> object:
+    """All of a unit but its names."""
+    forward, backward = unit.forward, unit.backward
+    return (
+        tuple((p.shape, p.dtype, p.trainable) for p in unit.parameters),
+        *(forward.flops, forward.bytes_moved, backward.flops, backward.bytes_moved),
+        *(unit.activation_bytes, unit.transient_bytes, unit.recomputable, unit.split_rows),
+    )

@@ -18,7 +18,7 @@ from ds_osdp.errors import PlanMismatchError
 from ds_osdp.job import Job
 from ds_osdp.plan import Stage
 from ds_osdp.prices import Option, Price, Space, kept_until_backward, legal_options, price
-from ds_osdp.profile import DTYPE_BYTES, ModelProfile, UnitProfile
+from ds_osdp.profile import DTYPE_BYTES, ModelProfile
 
 __all__ = ["Ahead", "Instance", "Kind", "Totals", "evaluate", "memory", "priced"]
 
@@ -138,10 +138,10 @@ def priced(
             f"the profile was traced with micro-batch {profile.micro_batch} and the job's is {job.micro_batch}: profile again"
         )
     units = profile.units
-    alike: dict[object, int] = {}
-    sort_of = [alike.setdefault(_anonymous(unit), len(alike)) for unit in units]
+    sort_of = list(profile.alike)
+    sorts = max(sort_of, default=-1) + 1
     first = {sort: u for u, sort in reversed(list(enumerate(sort_of)))}
-    elements = np.array([units[first[sort]].numel for sort in range(len(alike))])[sort_of]
+    elements = np.array([units[first[sort]].numel for sort in range(sorts)])[sort_of]
     kept = kept_until_backward(elements.tolist(), job)
     kinds: dict[tuple[int, bool, Stage | None], int] = {}
     pinned = pins if pins is not None else [None] * len(units)
@@ -152,7 +152,7 @@ def priced(
         options = legal_options(unit, job, cluster, space, pin)
         made.append(Kind(options, tuple(price(unit, option, job, cluster, kept=keep) for option in options), keep))
     shards = any(option.stage >= Stage.GRADIENTS for kind in made for option in kind.options)
-    trainable = np.array([sum(p.numel for p in units[first[s]].parameters if p.trainable) for s in range(len(alike))])
+    trainable = np.array([sum(p.numel for p in units[first[s]].parameters if p.trainable) for s in range(sorts)])
     wire = DTYPE_BYTES[job.communication_dtype]
     largest = max((p.numel for u in first.values() for p in units[u].parameters), default=0)
     ahead_forward, ahead_backward = _ahead(elements, largest, job)
@@ -267,16 +267,6 @@ def _ahead(elements: Integers, largest: int, job: Job) -> tuple[Ahead, Ahead]:
 
     units = np.arange(n)
     return ahead(units + 1, np.full(n, n)), ahead(np.zeros(n, dtype=np.int64), units)
-
-
-def _anonymous(unit: UnitProfile) -> object:
-    """What a unit costs by, whatever it is called."""
-    forward, backward = unit.forward, unit.backward
-    return (
-        tuple((p.shape, p.dtype, p.trainable) for p in unit.parameters),
-        *(forward.flops, forward.bytes_moved, backward.flops, backward.bytes_moved),
-        *(unit.activation_bytes, unit.transient_bytes, unit.recomputable, unit.split_rows),
-    )
 
 
 def _sums(values: Integers) -> Integers:
