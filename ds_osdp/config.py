@@ -70,6 +70,9 @@ class OsdpConfig(Frozen):
     """The ZeRO stages a plan may use."""
     rules: tuple[Rule, ...] = ()
     """Parameters the user pins to a stage.  A rule that matches nothing is an error."""
+    micro_batch: tuple[PositiveInt, ...] = ()
+    """Micro-batches to choose from for the same global batch.  The choice is applied where DeepSpeed builds the loader
+    (``training_data``), and is advice in the log where the user does."""
     input: dict[str, TensorSpec] | None = None
     """Shapes and dtypes of one sample by argument of the model's ``forward``, for models that cannot tell."""
     cluster: Cluster | str | None = None

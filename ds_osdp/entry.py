@@ -6,6 +6,7 @@ import inspect
 import os
 import socket
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -17,7 +18,7 @@ from ds_osdp.config import BUDGET_SHARE, SECTION, OsdpConfig, find_section
 from ds_osdp.errors import ConfigError, UnsupportedError
 from ds_osdp.job import Job, job_from_config, refuse_unsupported
 from ds_osdp.plan import Plan
-from ds_osdp.planner import make_plan
+from ds_osdp.planner import best_micro_batch, make_plan
 from ds_osdp.prices import Space
 from ds_osdp.report import plan_text
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ds_osdp.cluster import Cluster
+    from ds_osdp.profile import ModelProfile
 
 __all__ = ["disable", "enable", "initialize"]
 
@@ -121,7 +123,9 @@ def _initialize(stock: Initialize, call: dict[str, Any], *, section_required: bo
         path = section.plan
         plan = seams.broadcast_from_rank_zero(lambda: Plan.load(path))
     else:
-        plan = _plan(section, model, job)
+        plan = _plan(section, model, job, builds_loader=call.get("training_data") is not None)
+        if (plan.micro_batch, plan.accumulation) != (job.micro_batch, job.accumulation):
+            call = _with_batch_sizes(call, ds_config, plan)
     seams.on_every_rank(lambda: plan.check_belongs(seams.full_shapes(model), world_size))
     seams.log_on_rank_zero(f"{SECTION}: plan {plan.plan_hash}\n{plan_text(plan)}")
     with seams.applying(plan, check_replicas_every=section.check_replicas_every):
@@ -152,7 +156,18 @@ def _check(ds_config: dict[str, Any], call: dict[str, Any], world_size: int) -> 
     return job_from_config(ds_config, world_size, optimizer=call.get("optimizer"))
 
 
-def _plan(section: OsdpConfig, model: nn.Module, job: Job) -> Plan:
+def _with_batch_sizes(call: dict[str, Any], ds_config: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """``call`` with the micro-batch and accumulation of ``plan``: the global batch stays as it is."""
+    sizes = {"train_micro_batch_size_per_gpu": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation}
+    args = copy(call.get("args"))
+    # DeepSpeed takes one configuration only.
+    for name in ("deepspeed_config", "deepscale_config"):
+        if getattr(args, name, None) is not None:
+            setattr(args, name, None)
+    return {**call, "args": args, "config": {**ds_config, **sizes}, "config_params": None}
+
+
+def _plan(section: OsdpConfig, model: nn.Module, job: Job, *, builds_loader: bool) -> Plan:
     """Every rank helps to measure; rank 0 plans, the others get its plan."""
     ranks_per_node = _ranks_per_node(job.world_size)
     cluster = seams.on_every_rank(section.load_cluster)
@@ -161,12 +176,30 @@ def _plan(section: OsdpConfig, model: nn.Module, job: Job) -> Plan:
     budget = section.memory_budget
     if budget is None:
         budget = int(BUDGET_SHARE * seams.least_of_all_ranks(measure.free_bytes(ranks_per_node)))
-    return seams.broadcast_from_rank_zero(lambda: _plan_on_rank_zero(section, model, job, cluster, budget))
+    return seams.broadcast_from_rank_zero(
+        lambda: _plan_on_rank_zero(section, model, job, cluster, budget, builds_loader=builds_loader)
+    )
 
 
-def _plan_on_rank_zero(section: OsdpConfig, model: nn.Module, job: Job, cluster: Cluster, budget: int) -> Plan:
-    profile = measure.profile_for(section, model, job)
-    plan = make_plan(profile, cluster, job, budget, space=Space(section.stages), rules=section.rules, solver=section.solver)
+def _plan_on_rank_zero(
+    section: OsdpConfig, model: nn.Module, job: Job, cluster: Cluster, budget: int, *, builds_loader: bool
+) -> Plan:
+    def profile_of(job: Job) -> ModelProfile:
+        return measure.profile_for(section, model, job)
+
+    search: dict[str, Any] = {"space": Space(section.stages), "rules": section.rules, "solver": section.solver}
+    if not section.micro_batch:
+        plan = make_plan(profile_of(job), cluster, job, budget, **search)
+    elif builds_loader:
+        plan = best_micro_batch(section.micro_batch, profile_of, cluster, job, budget, **search)
+    else:
+        plan = make_plan(profile_of(job), cluster, job, budget, **search)
+        best = best_micro_batch([*section.micro_batch, job.micro_batch], profile_of, cluster, job, budget, **search)
+        seams.log_on_rank_zero(
+            f"{SECTION}: of the micro-batches offered, train_micro_batch_size_per_gpu {best.micro_batch} with "
+            f"gradient_accumulation_steps {best.accumulation} is predicted fastest: {best.samples_per_second:.3g} samples/s, "
+            f"and {plan.samples_per_second:.3g} as it is. Your script makes the batches, so it is left to you"
+        )
     if section.save_plan is not None:
         plan.save(section.save_plan)
     return plan

@@ -101,7 +101,8 @@ def explain(
         solver: time limit and gap of each solve.
     """
     solver = solver or SolverConfig()
-    problem = priced(profile, cluster, job, space, pinned_stages(profile.units, rules))
+    sized = job.model_copy(update=plan.sizes.model_dump())
+    problem = priced(profile, cluster, sized, space, pinned_stages(profile.units, rules))
     choice = chosen_options(problem, plan)
 
     def best(budget: int, kept_rules: Sequence[Rule] = rules) -> BudgetPoint:

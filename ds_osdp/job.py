@@ -8,12 +8,18 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveInt
 
 from ds_osdp.errors import ConfigError, UnsupportedError
-from ds_osdp.frozen import Frozen
+from ds_osdp.plan import CommunicationSizes
 
 __all__ = ["Job", "job_from_config", "refuse_unsupported"]
 
-# DeepSpeed's defaults (runtime/zero/config.py), where the JSON is silent.
-_REDUCE_BUCKET, _PREFETCH, _LIVE, _REUSE, _SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000, 1_000_000_000, 10**9
+# By our name: DeepSpeed's key in zero_optimization and its default (runtime/zero/config.py), where the JSON is silent.
+_SIZES = {
+    "reduce_bucket_size": ("reduce_bucket_size", 500_000_000),
+    "prefetch_bucket_size": ("stage3_prefetch_bucket_size", 50_000_000),
+    "max_live_parameters": ("stage3_max_live_parameters", 1_000_000_000),
+    "max_reuse_distance": ("stage3_max_reuse_distance", 1_000_000_000),
+}
+_SUB_GROUP = 1_000_000_000
 
 # fp32 optimizer states per parameter element, by DeepSpeed's and torch's optimizer names in lower case.
 _STATES = {
@@ -22,8 +28,8 @@ _STATES = {
 }  # fmt: skip
 
 
-class Job(Frozen):
-    """One training job, as far as prices depend on it.  Sizes are elements where DeepSpeed counts elements."""
+class Job(CommunicationSizes):
+    """One training job, as far as prices depend on it.  Sizes are elements, as DeepSpeed counts them."""
 
     world_size: PositiveInt
     micro_batch: PositiveInt
@@ -35,11 +41,24 @@ class Job(Frozen):
     """In which gradients are reduced."""
     optimizer_states: NonNegativeInt
     """fp32 values the optimizer keeps per parameter element: 2 for Adam."""
-    reduce_bucket_size: PositiveInt
-    prefetch_bucket_size: NonNegativeInt
-    max_live_parameters: NonNegativeInt
-    max_reuse_distance: NonNegativeInt
     sub_group_size: PositiveInt
+    open_sizes: tuple[str, ...] = ()
+    """Names of the communication sizes that the JSON leaves to the plan."""
+
+    @property
+    def sizes(self) -> CommunicationSizes:
+        """The communication sizes alone."""
+        return CommunicationSizes(**{name: getattr(self, name) for name in CommunicationSizes.model_fields})
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step on all ranks."""
+        return self.micro_batch * self.accumulation * self.world_size
+
+    def with_micro_batch(self, micro_batch: int) -> Job | None:
+        """The same global batch in micro-steps of ``micro_batch`` samples; None if it does not divide."""
+        accumulation, rest = divmod(self.train_batch_size, micro_batch * self.world_size)
+        return None if rest else self.model_copy(update={"micro_batch": micro_batch, "accumulation": accumulation})
 
 
 def job_from_config(ds_config: Mapping[str, Any], world_size: int, *, optimizer: Any = None) -> Job:
@@ -68,11 +87,9 @@ def job_from_config(ds_config: Mapping[str, Any], world_size: int, *, optimizer:
         gradient_dtype=_dtype(accumulated) or parameter_dtype,
         communication_dtype=_dtype(ds_config.get("communication_data_type")) or parameter_dtype,
         optimizer_states=_optimizer_states(ds_config, optimizer),
-        reduce_bucket_size=_count(zero, "reduce_bucket_size", _REDUCE_BUCKET),
-        prefetch_bucket_size=_count(zero, "stage3_prefetch_bucket_size", _PREFETCH),
-        max_live_parameters=_count(zero, "stage3_max_live_parameters", _LIVE),
-        max_reuse_distance=_count(zero, "stage3_max_reuse_distance", _REUSE),
         sub_group_size=_count(zero, "sub_group_size", _SUB_GROUP),
+        open_sizes=tuple(name for name, (key, _) in _SIZES.items() if key not in zero),
+        **{name: _count(zero, key, default) for name, (key, default) in _SIZES.items()},
     )
 
 

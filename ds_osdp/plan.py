@@ -11,7 +11,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_valida
 from ds_osdp.errors import PlanMismatchError
 from ds_osdp.frozen import Document, Frozen, fingerprint
 
-__all__ = ["Plan", "Provenance", "Stage", "UnitPlan", "model_fingerprint"]
+__all__ = ["CommunicationSizes", "Plan", "Provenance", "Stage", "UnitPlan", "model_fingerprint"]
 
 
 class Stage(IntEnum):
@@ -40,6 +40,22 @@ class UnitPlan(Frozen):
     """Names of its parameters in the model, each under its first name."""
     elements: NonNegativeInt
     """Elements of all its parameters."""
+
+
+class CommunicationSizes(Frozen):
+    """DeepSpeed's sizes of communication, in elements; a plan is priced and applied with them.
+
+    They are the keys of ``zero_optimization`` in the DeepSpeed JSON; there all but the first begin with ``stage3_``.
+    """
+
+    reduce_bucket_size: PositiveInt
+    """Gradients reduced together; a buffer of this size is allocated at start."""
+    prefetch_bucket_size: NonNegativeInt
+    """How far gathers may run ahead."""
+    max_live_parameters: NonNegativeInt
+    """How much may be gathered at once."""
+    max_reuse_distance: NonNegativeInt
+    """What is used again within this distance stays gathered: all from forward to backward, or nothing."""
 
 
 class Provenance(Frozen):
@@ -82,6 +98,7 @@ class Plan(Document):
     """Parameters, gradients and optimizer states held between steps."""
     peak_bytes: NonNegativeInt
     peak_moment: str
+    sizes: CommunicationSizes
     deferred_bucket_bytes: PositiveInt
     """How many bytes are sent together of what is sent once per optimizer step: reductions of stages 0 and 1 and between
     nodes, and the gathers behind the step of stages 1 and 2."""
@@ -92,7 +109,8 @@ class Plan(Document):
     def plan_hash(self) -> str:
         """Hash of what is applied: equal on all ranks, or the job must not start."""
         units = [unit.model_dump(mode="json") for unit in self.units]
-        return fingerprint({"world_size": self.world_size, "deferred_bucket_bytes": self.deferred_bucket_bytes, "units": units})
+        sizes = {**self.sizes.model_dump(), "deferred_bucket_bytes": self.deferred_bucket_bytes}
+        return fingerprint({"world_size": self.world_size, "sizes": sizes, "units": units})
 
     @property
     def stage_of(self) -> dict[str, Stage]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 
@@ -14,8 +14,9 @@ from ds_osdp.plan import Plan, Provenance, Stage, UnitPlan, model_fingerprint
 from ds_osdp.prices import Space, deferred_bucket_bytes
 from ds_osdp.profile import ModelProfile, UnitProfile
 from ds_osdp.remedies import remedies
-from ds_osdp.solve import SOLVER, fastest, leanest, relative_gap
-from ds_osdp.step import Instance, evaluate, priced
+from ds_osdp.sizes import jobs_by_sizes
+from ds_osdp.solve import SOLVER, Solution, fastest, leanest, relative_gap
+from ds_osdp.step import Instance, Totals, evaluate, priced
 
 __all__ = ["BUILT", "best_micro_batch", "make_plan", "pinned_stages"]
 
@@ -52,18 +53,27 @@ def make_plan(
         SolverError: the search ended without a plan.
     """
     pins = pinned_stages(profile.units, rules)
-    problem = priced(profile, cluster, job, space, pins)
-    solution = fastest(problem, budget_bytes, time_limit_seconds=solver.time_limit_s, gap=solver.gap)
-    if solution is None:
-        least = evaluate(problem, leanest(problem, time_limit_seconds=solver.time_limit_s))
-        ways = remedies(profile, cluster, job, budget_bytes, space, pins, solver)
-        raise InfeasiblePlanError(budget_bytes, least.peak_bytes, least.peak_moment, ways)
-    return _plan(problem, profile, cluster, job, budget_bytes, solution.choice, solution.bound_ns)
+    solved: list[tuple[Job, Instance, Solution]] = []
+    least: list[tuple[Job, Totals]] = []
+    for sized in jobs_by_sizes(profile, cluster, job):
+        problem = priced(profile, cluster, sized, space, pins)
+        solution = fastest(problem, budget_bytes, time_limit_seconds=solver.time_limit_s, gap=solver.gap)
+        if solution is not None:
+            solved.append((sized, problem, solution))
+        elif not solved:
+            least.append((sized, evaluate(problem, leanest(problem, time_limit_seconds=solver.time_limit_s))))
+    if not solved:
+        leanest_job, totals = min(least, key=lambda candidate: candidate[1].peak_bytes)
+        ways = remedies(profile, cluster, leanest_job, budget_bytes, space, pins, solver)
+        raise InfeasiblePlanError(budget_bytes, totals.peak_bytes, totals.peak_moment, ways)
+    chosen, problem, solution = min(solved, key=lambda candidate: evaluate(candidate[1], candidate[2].choice).step_ns)
+    bound_ns = min(each.bound_ns for _, _, each in solved)
+    return _plan(problem, profile, cluster, chosen, budget_bytes, solution.choice, bound_ns)
 
 
 def best_micro_batch(
-    profiles: Mapping[int, ModelProfile],
-    train_batch_size: int,
+    candidates: Sequence[int],
+    profile_of: Callable[[Job], ModelProfile],
     cluster: Cluster,
     job: Job,
     budget_bytes: int,
@@ -72,11 +82,11 @@ def best_micro_batch(
     rules: Sequence[Rule] = (),
     solver: SolverConfig = _EXACT,
 ) -> Plan:
-    """The plan with the most samples per second for one global batch, over several micro-batches.
+    """The plan with the most samples per second for the global batch of ``job``, over several micro-batches.
 
     Args:
-        profiles: by micro-batch, the model traced with it.
-        train_batch_size: samples of one optimizer step on all ranks; a micro-batch that does not divide it is left out.
+        candidates: micro-batches; one that does not divide the global batch is left out.
+        profile_of: traces the model with a job's micro-batch.
         cluster: the machines.
         job: the training job; its micro-batch and accumulation are replaced.
         budget_bytes: what a rank may use.
@@ -88,18 +98,18 @@ def best_micro_batch(
         ConfigError: no micro-batch divides the global batch.
         InfeasiblePlanError: none fits; that of the smallest micro-batch.
     """
-    fitting = [b for b in sorted(profiles) if train_batch_size % (b * job.world_size) == 0]
-    if not fitting:
+    jobs = [with_it for b in sorted(set(candidates)) if (with_it := job.with_micro_batch(b)) is not None]
+    if not jobs:
         raise ConfigError(
-            f"train_batch_size {train_batch_size} is no multiple of {job.world_size} ranks times any of the micro-batches "
-            f"{sorted(profiles)}"
+            f"osdp.micro_batch: train_batch_size {job.train_batch_size} is no multiple of {job.world_size} ranks times any of "
+            f"{sorted(candidates)}"
         )
     plans: list[Plan] = []
     least: InfeasiblePlanError | None = None
-    for b in fitting:
-        candidate = job.model_copy(update={"micro_batch": b, "accumulation": train_batch_size // (b * job.world_size)})
+    for candidate in jobs:
         try:
-            plans.append(make_plan(profiles[b], cluster, candidate, budget_bytes, space=space, rules=rules, solver=solver))
+            profile = profile_of(candidate)
+            plans.append(make_plan(profile, cluster, candidate, budget_bytes, space=space, rules=rules, solver=solver))
         except InfeasiblePlanError as error:
             least = least or error
     if not plans:
@@ -158,6 +168,7 @@ def _plan(
         resident_bytes=totals.resident_bytes,
         peak_bytes=totals.peak_bytes,
         peak_moment=totals.peak_moment,
+        sizes=job.sizes,
         deferred_bucket_bytes=deferred_bucket_bytes(cluster, job.world_size),
         units=tuple(
             UnitPlan(

@@ -28,6 +28,7 @@ __all__ = [
     "legal_options",
     "nanoseconds",
     "price",
+    "reduce_bucket_bytes",
     "ring_terms",
     "work_seconds",
 ]
@@ -38,7 +39,7 @@ MASTER_BYTES = 4
 """An fp32 optimizer state or master weight."""
 
 # Torch DDP's bucket bounds: small enough that reducing starts early in backward, large enough to hide the latency.
-_LEAST_DEFERRED_BUCKET, _MOST_DEFERRED_BUCKET = 1 << 20, 25 << 20
+_LEAST_BUCKET, _MOST_DEFERRED_BUCKET = 1 << 20, 25 << 20
 _LATENCY_SHARE = 0.05
 
 
@@ -119,13 +120,22 @@ def collective_seconds(operation: Operation, link: Link, ranks: int, size_bytes:
 
 
 def deferred_bucket_bytes(cluster: Cluster, ranks: int) -> int:
-    """How many bytes to send together of what is sent once per step: the latency is at most a twentieth of the time."""
+    """How many bytes to send together of what is sent once per step."""
+    return min(_MOST_DEFERRED_BUCKET, _bucket_bytes("all_reduce", cluster.collectives_over(ranks).all_reduce, ranks))
+
+
+def reduce_bucket_bytes(cluster: Cluster, ranks: int) -> int:
+    """How many bytes of gradients to scatter together: DeepSpeed's reduce bucket, where the user leaves it open."""
+    return _bucket_bytes("reduce_scatter", cluster.collectives_over(ranks).reduce_scatter, ranks)
+
+
+def _bucket_bytes(operation: Operation, link: Link, ranks: int) -> int:
+    """So many that the latency is a twentieth of the time, and no fewer than torch DDP's first bucket."""
     if ranks == 1:
-        return _MOST_DEFERRED_BUCKET
-    link = cluster.collectives_over(ranks).all_reduce
-    hops, share = ring_terms("all_reduce", ranks)
+        return _LEAST_BUCKET
+    hops, share = ring_terms(operation, ranks)
     wanted = hops * link.latency_seconds / _LATENCY_SHARE * link.bytes_per_second / share
-    return int(min(max(wanted, _LEAST_DEFERRED_BUCKET), _MOST_DEFERRED_BUCKET))
+    return max(_LEAST_BUCKET, int(wanted))
 
 
 def legal_options(

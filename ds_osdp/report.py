@@ -54,6 +54,7 @@ def plan_renderable(plan: Plan) -> RenderableType:
             f"{format_bytes(plan.peak_bytes)} peak per rank of {format_bytes(plan.budget_bytes)} allowed, "
             f"at the {plan.peak_moment}"
         ),
+        Text(", ".join(f"{name} {size:,}" for name, size in plan.sizes)),
         table,
     )
 

@@ -95,9 +95,32 @@ def measured_start() -> dict[str, Any]:
         def dummy_inputs(self) -> dict[str, torch.Tensor]:
             return {"ids": torch.zeros(1, 16, dtype=torch.int64)}
 
-    engine = start({**ds_config(CASE, None), "osdp": {"check_replicas_every": 1}}, model=Telling)
+    config = {**ds_config(CASE, None), "zero_optimization": {"stage": 3}, "osdp": {"check_replicas_every": 1}}
+    engine = start(config, model=Telling)
     plan = engine.osdp.plan
-    return {"losses": losses(engine), "budget": plan.budget_bytes, "stages": sorted({int(s) for s in plan.stage_of.values()})}
+    return {
+        "losses": losses(engine),
+        "budget": plan.budget_bytes,
+        "stages": sorted({int(s) for s in plan.stage_of.values()}),
+        "bucket planned": plan.sizes.reduce_bucket_size,
+        "bucket held": engine.optimizer.reduce_bucket_size,
+    }
+
+
+def micro_batches() -> dict[str, Any]:
+    """Where DeepSpeed builds the loader the choice is applied, otherwise it is advice; the global batch stays."""
+    config = ds_config(CASE, PLANS["all"])
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+    config["osdp"]["micro_batch"] = [1, 2, 3, 4]
+    samples = [torch.zeros(16, dtype=torch.int64)] * 32
+    chosen = start(config, training_data=samples)
+    left = start(config)
+    return {
+        "global": [engine.train_batch_size() for engine in (chosen, left)],
+        "micro": [engine.train_micro_batch_size_per_gpu() for engine in (chosen, left)],
+        "planned": [engine.osdp.plan.micro_batch for engine in (chosen, left)],
+        "loader": next(iter(chosen.training_dataloader)).shape[0],
+    }
 
 
 def refusals(folder: str) -> dict[str, str]:

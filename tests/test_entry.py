@@ -73,6 +73,15 @@ def test_a_bare_section_measures_everything() -> None:
     assert found["budget"] > 1 << 28
     assert found["losses"] == pytest.approx(ways()["stock"], rel=1e-6)
     assert 3 not in found["stages"], "with memory to spare nothing needs gathering"
+    assert found["bucket held"] == found["bucket planned"] < 500_000_000, "what the JSON leaves open comes with the plan"
+
+
+@pytest.mark.ranks
+def test_a_micro_batch_is_chosen_where_deepspeed_builds_the_loader() -> None:
+    found = on_ranks(2, "entries:micro_batches")
+    assert found["global"][0] == found["global"][1]
+    assert found["micro"] == found["planned"] == [found["loader"], 1]
+    assert found["loader"] == 4, "all stage 0 reads its weights once per micro-step: fewer are faster"
 
 
 @functools.cache

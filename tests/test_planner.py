@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -18,7 +19,7 @@ from ds_osdp.config import Rule, SolverConfig
 from ds_osdp.errors import ConfigError, InfeasiblePlanError, PlanMismatchError
 from ds_osdp.explain import explain
 from ds_osdp.job import Job
-from ds_osdp.plan import Stage
+from ds_osdp.plan import CommunicationSizes, Plan, Stage
 from ds_osdp.planner import best_micro_batch, make_plan
 from ds_osdp.prices import Space
 from ds_osdp.profile import ModelProfile
@@ -225,16 +226,53 @@ def test_several_micro_batches_are_compared_by_samples_per_second() -> None:
     """With memory for it a large micro-batch gathers less often; without, a small one must do."""
     job = a_job(world_size=4, max_reuse_distance=0)
     profiles = {b: with_micro_batch(a_profile([a_unit(f"u{i}", 200, tokens=4000) for i in range(4)]), b) for b in (1, 2, 4, 8)}
-    plenty = best_micro_batch(profiles, 32, a_cluster(), job, 1 << 33, space=Space((Stage.FULLY_SHARDED,)))
+    whole, cluster = job.model_copy(update={"accumulation": 8}), a_cluster()
+
+    def best(budget: int, candidates: Sequence[int] = (1, 2, 4, 8), **more: Any) -> Plan:
+        return best_micro_batch(candidates, lambda job: profiles[job.micro_batch], cluster, whole, budget, **more)
+
+    plenty = best(1 << 33, space=Space((Stage.FULLY_SHARDED,)))
     assert (plenty.micro_batch, plenty.accumulation) == (8, 1)
-    single = {b: make_plan(p, a_cluster(), a_job(micro_batch=b), 1 << 33) for b, p in profiles.items()}
-    scarce = best_micro_batch(profiles, 32, a_cluster(), job, single[2].peak_bytes)
+    single = {b: make_plan(p, cluster, a_job(micro_batch=b), 1 << 33) for b, p in profiles.items()}
+    scarce = best(single[2].peak_bytes)
     assert scarce.micro_batch <= 2
     assert scarce.peak_bytes <= single[2].peak_bytes
-    with pytest.raises(ConfigError, match="multiple of 4 ranks"):
-        best_micro_batch(profiles, 3, a_cluster(), job, 1 << 33)
+    assert best(1 << 33, (3, 4, 5)).micro_batch == 4, "what does not divide the global batch is left out"
+    with pytest.raises(ConfigError, match="32 is no multiple of 4 ranks"):
+        best(1 << 33, (3, 5))
     with pytest.raises(InfeasiblePlanError):
-        best_micro_batch(profiles, 32, a_cluster(), job, 1000)
+        best(1000)
+
+
+def test_sizes_that_the_user_leaves_open_come_with_the_plan() -> None:
+    profile = a_profile([a_unit(f"u{i}", 400) for i in range(6)])
+    cluster = a_cluster(latency=1e-6, bandwidth=1e8)
+    defaults = {"reduce_bucket_size": 500_000_000, "prefetch_bucket_size": 50_000_000, "max_reuse_distance": 10**9}
+    given = a_job(**defaults)
+    left = a_job(**defaults, open_sizes=tuple(CommunicationSizes.model_fields))
+    sharded = Space((Stage.FULLY_SHARDED,))
+
+    def sized(budget: int, job: Job = left) -> Plan:
+        return make_plan(profile, cluster, job, budget, space=sharded)
+
+    kept = sized(1 << 40, given)
+    assert kept.sizes == given.sizes, "what is given is not touched"
+    plenty = sized(1 << 30)
+    assert plenty.sizes.reduce_bucket_size * 2 == 1 << 20
+    assert plenty.sizes.prefetch_bucket_size == profile.units[0].numel
+    assert plenty.sizes.max_reuse_distance > 0, "with the memory for it, what was gathered stays"
+    least = least_bytes(sized)
+    assert sized(least).sizes.max_reuse_distance == 0
+    assert sized(least).step_seconds > plenty.step_seconds
+    assert least < plenty.peak_bytes < kept.peak_bytes
+    half = left.model_copy(update={"open_sizes": ("reduce_bucket_size",)})
+    assert sized(1 << 40, half).sizes.prefetch_bucket_size == given.prefetch_bucket_size
+
+
+def least_bytes(plan: Callable[[int], Plan]) -> int:
+    with pytest.raises(InfeasiblePlanError) as caught:
+        plan(1)
+    return caught.value.least_bytes
 
 
 def test_remedies_really_fit() -> None:

@@ -46,6 +46,9 @@ def test_durations(seconds: float, text: str) -> None:
 SHAPES = {"a.weight": (3, 3), "a.bias": (3,), "b.weight": (9,)}
 
 
+SIZES = {"reduce_bucket_size": 1000, "prefetch_bucket_size": 0, "max_live_parameters": 1000, "max_reuse_distance": 0}
+
+
 def a_plan(**changes: object) -> Plan:
     values = {
         "world_size": 4,
@@ -59,6 +62,7 @@ def a_plan(**changes: object) -> Plan:
         "resident_bytes": 800,
         "peak_bytes": 900,
         "peak_moment": "backward of 'head'",
+        "sizes": SIZES,
         "deferred_bucket_bytes": 1 << 20,
         "units": (
             UnitPlan(name="a", stage=Stage.REPLICATED, degree=1, parameters=("a.weight", "a.bias"), elements=12),
@@ -84,6 +88,7 @@ def test_the_hash_is_of_what_is_applied() -> None:
     assert a_plan(step_seconds=9.0, provenance=plan.provenance.model_copy(update={"solver": "t"})).plan_hash == plan.plan_hash
     assert a_plan(world_size=8).plan_hash != plan.plan_hash
     assert a_plan(units=plan.units[:1]).plan_hash != plan.plan_hash
+    assert a_plan(sizes={**SIZES, "prefetch_bucket_size": 5}).plan_hash != plan.plan_hash
 
 
 def test_a_changed_plan_file_is_refused(tmp_path: Path) -> None:

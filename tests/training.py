@@ -17,6 +17,7 @@ from deepspeed.comm import comm
 from models import GPT, TOKENS, batch
 
 import ds_osdp
+from ds_osdp.job import job_from_config
 from ds_osdp.plan import Plan, Provenance, Stage, UnitPlan, model_fingerprint
 
 CLUSTER = {
@@ -96,8 +97,8 @@ def ds_config(case: Case, rules: list[dict[str, Any]] | None) -> dict[str, Any]:
     return config
 
 
-def make_plan(model: torch.nn.Module, chosen: Chosen) -> Plan:
-    """A plan that says what ``chosen`` says, every parameter a unit by itself; what it predicts is made up."""
+def make_plan(model: torch.nn.Module, chosen: Chosen, config: dict[str, Any]) -> Plan:
+    """A plan that says what ``chosen`` and ``config`` say, every parameter a unit by itself; what it predicts is made up."""
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     world_size = torch.distributed.get_world_size()
     units = []
@@ -119,6 +120,7 @@ def make_plan(model: torch.nn.Module, chosen: Chosen) -> Plan:
         resident_bytes=0,
         peak_bytes=0,
         peak_moment="made by hand",
+        sizes=job_from_config(config, world_size).sizes,
         deferred_bucket_bytes=BUCKET_BYTES,
         units=tuple(units),
         provenance=Provenance(
@@ -160,7 +162,7 @@ def make_engine(case: Case, plan: str, model: torch.nn.Module | None = None) -> 
         if isinstance(chosen, dict):
             path = [f"{folder}/plan.json"]
             if os.environ["RANK"] == "0":
-                make_plan(model, chosen).save(path[0])
+                make_plan(model, chosen, config).save(path[0])
             torch.distributed.broadcast_object_list(path)  # one configuration on all ranks
             config["osdp"] = {"plan": path[0]}
         return ds_osdp.initialize(model=model, model_parameters=parameters, config=config)[0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,10 @@ class Inputs:
     cluster: Cluster
     job: Job
     budget_bytes: int
-    profile: ModelProfile
+    micro_batches: tuple[int, ...]
+    """To choose from; empty if the job's is given."""
+    profile_of: Callable[[Job], ModelProfile]
+    """Traces the model with a job's micro-batch."""
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +51,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def read_inputs(arguments: argparse.Namespace) -> Inputs:
-    """Read what :func:`add_inputs` asked for, and trace the model.
+    """Read what :func:`add_inputs` asked for, and build the model.
 
     Raises:
         ConfigError: a value is missing or cannot be meant.
@@ -66,8 +70,13 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
     # torch takes seconds to import: not before the rest is known to be good.
     from ds_osdp import measure
 
-    profile = measure.profile_for(section, build_model(arguments.model), job, arguments.sequence_length)
-    return Inputs(section, cluster, job, budget, profile)
+    model = build_model(arguments.model)
+
+    @cache
+    def profile_of(job: Job) -> ModelProfile:
+        return measure.profile_for(section, model, job, arguments.sequence_length)
+
+    return Inputs(section, cluster, job, budget, () if arguments.micro_batch else section.micro_batch, profile_of)
 
 
 def _read_config(arguments: argparse.Namespace) -> dict[str, Any]:

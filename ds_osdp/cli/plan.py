@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -62,30 +62,21 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _make(inputs: Inputs) -> Plan:
     # pyomo takes seconds to import: not before the input is known to be good.
-    from ds_osdp.planner import make_plan
+    from ds_osdp.planner import best_micro_batch, make_plan
 
-    section = inputs.section
-    return make_plan(
-        inputs.profile,
-        inputs.cluster,
-        inputs.job,
-        inputs.budget_bytes,
-        space=Space(section.stages),
-        rules=section.rules,
-        solver=section.solver,
-    )
+    job, search = inputs.job, _search(inputs)
+    if inputs.micro_batches:
+        return best_micro_batch(inputs.micro_batches, inputs.profile_of, inputs.cluster, job, inputs.budget_bytes, **search)
+    return make_plan(inputs.profile_of(job), inputs.cluster, job, inputs.budget_bytes, **search)
 
 
 def _explain(plan: Plan, inputs: Inputs) -> Explanation:
     from ds_osdp.explain import explain
 
+    job = inputs.job.model_copy(update={"micro_batch": plan.micro_batch, "accumulation": plan.accumulation})
+    return explain(plan, inputs.profile_of(job), inputs.cluster, job, **_search(inputs))
+
+
+def _search(inputs: Inputs) -> dict[str, Any]:
     section = inputs.section
-    return explain(
-        plan,
-        inputs.profile,
-        inputs.cluster,
-        inputs.job,
-        space=Space(section.stages),
-        rules=section.rules,
-        solver=section.solver,
-    )
+    return {"space": Space(section.stages), "rules": section.rules, "solver": section.solver}

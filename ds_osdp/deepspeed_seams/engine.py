@@ -131,6 +131,7 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         place(self.module, pending.plan)
         stock = stage3.DeepSpeedZeroOptimizer_Stage3
         stage3.DeepSpeedZeroOptimizer_Stage3 = planned_optimizer_class(
+            sizes=pending.plan.sizes,
             deferred_bucket_bytes=pending.plan.deferred_bucket_bytes,
             check_replicas_every=pending.check_replicas_every,
         )

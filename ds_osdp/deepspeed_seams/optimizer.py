@@ -16,6 +16,7 @@ from ds_osdp.deepspeed_seams.deferred import DeferredReducer, GradientSlot, Rout
 from ds_osdp.deepspeed_seams.placement import accumulates_whole, is_replicated, is_whole, peers
 from ds_osdp.deepspeed_seams.whole import WholeParameters
 from ds_osdp.errors import RankMismatchError
+from ds_osdp.plan import CommunicationSizes
 
 __all__ = ["PlannedStage3Optimizer", "planned_optimizer_class"]
 
@@ -23,13 +24,15 @@ __all__ = ["PlannedStage3Optimizer", "planned_optimizer_class"]
 class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """Stage 3 for what the plan shards; whole parameters, gradients and states for what it keeps whole.
 
-    Two settings come with the plan and are bound by :func:`planned_optimizer_class`.
+    Its settings come with the plan and are bound by :func:`planned_optimizer_class`.
     """
 
+    osdp_sizes: CommunicationSizes
     osdp_deferred_bucket_bytes: int
     osdp_check_replicas_every: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.update(self.osdp_sizes.model_dump())
         # The plan says what is kept; a size threshold beside it would keep more than the memory prediction knows.
         kwargs["param_persistence_threshold"] = 0
         self._osdp_reducer: DeferredReducer | None = None
@@ -230,10 +233,16 @@ def _norm_dtype() -> torch.dtype:
     return torch.double if supported is None or supported() else torch.float
 
 
-def planned_optimizer_class(*, deferred_bucket_bytes: int, check_replicas_every: int) -> type[PlannedStage3Optimizer]:
+def planned_optimizer_class(
+    *, sizes: CommunicationSizes, deferred_bucket_bytes: int, check_replicas_every: int
+) -> type[PlannedStage3Optimizer]:
     """The optimizer class for one engine, with its plan's settings bound: DeepSpeed calls the constructor itself."""
     return type(
         "PlannedStage3Optimizer",
         (PlannedStage3Optimizer,),
-        {"osdp_deferred_bucket_bytes": deferred_bucket_bytes, "osdp_check_replicas_every": check_replicas_every},
+        {
+            "osdp_sizes": sizes,
+            "osdp_deferred_bucket_bytes": deferred_bucket_bytes,
+            "osdp_check_replicas_every": check_replicas_every,
+        },
     )
