@@ -15,7 +15,7 @@ from ds_osdp.prices import Space
 from ds_osdp.profile import ModelProfile
 from ds_osdp.step import Instance, evaluate, memory, priced
 
-__all__ = ["BudgetPoint", "Explanation", "RuleCost", "StockPoint", "UnitReason", "explain"]
+__all__ = ["BudgetPoint", "Explanation", "RuleCost", "StockPoint", "UnitReason", "explain", "stock_points"]
 
 GIB = 1 << 30
 CURVE_POINTS = 7
@@ -119,7 +119,7 @@ def explain(
         assert without.step_seconds is not None, "what fits with a rule fits without it"
         return RuleCost(rule.match, plan.step_seconds - without.step_seconds)
 
-    stock = _stock(profile, cluster, job, plan.budget_bytes)
+    stock = stock_points(profile, cluster, job, plan.budget_bytes)
     peaks = [point.peak_bytes for point in stock]
     least, most = min(peaks), max(peaks)
     budgets = [least + (most - least) * i // (CURVE_POINTS - 1) for i in range(CURVE_POINTS)]
@@ -163,7 +163,7 @@ def _units(problem: Instance, choice: tuple[int, ...]) -> tuple[UnitReason, ...]
     return tuple(reasons)
 
 
-def _stock(profile: ModelProfile, cluster: Cluster, job: Job, budget_bytes: int) -> tuple[StockPoint, ...]:
+def stock_points(profile: ModelProfile, cluster: Cluster, job: Job, budget_bytes: int) -> tuple[StockPoint, ...]:
     """DDP, ZeRO-1, 2 and 3, and ZeRO-3 with its best single persistence threshold: points of the space of stages."""
     problem = priced(profile, cluster, job, Space(tuple(Stage)))
     n = len(problem.units)
