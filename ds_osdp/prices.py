@@ -233,7 +233,9 @@ def nanoseconds(seconds: float) -> int:
 
 
 def work_seconds(work: Work, device: Device) -> float:
-    """Seconds of computation: arithmetic at one rate, memory traffic at another, one after the other."""
+    """Seconds of computation: what was measured, or arithmetic at one rate and memory traffic at another, in turn."""
+    if work.seconds is not None:
+        return work.seconds
     return work.flops / device.flops_per_second + work.bytes_moved / device.bytes_per_second
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from math import prod
 from typing import ClassVar
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from ds_osdp.frozen import Document, Frozen
 
@@ -33,12 +33,14 @@ class ParameterProfile(Frozen):
 
 
 class Work(Frozen):
-    """Device work, independent of the device: priced by a cluster's rates."""
+    """Device work: counted, and priced by a cluster's rates; or measured, and worth the seconds it took."""
 
     flops: NonNegativeInt = 0
     """Floating-point operations of matrix products, convolutions and attention (a multiply-add counts two)."""
     bytes_moved: NonNegativeInt = 0
     """Bytes read and written by all other operators: those are bound by memory, not by arithmetic."""
+    seconds: NonNegativeFloat | None = None
+    """What it took on the device that will train; None where nothing was measured.  It stands for both counts."""
 
 
 class UnitProfile(Frozen):
@@ -57,6 +59,10 @@ class UnitProfile(Frozen):
     """Bytes saved by one forward of one micro-batch and alive until this unit's backward."""
     transient_bytes: NonNegativeInt = 0
     """Most bytes of working tensors alive at once during its forward or backward, beyond what is saved."""
+    output_bytes: NonNegativeInt = 0
+    """Bytes of the tensors its forward returns, of all calls together."""
+    recomputes: bool = False
+    """Whether the model computes it again in backward (activation checkpointing)."""
 
     recomputable: bool = False
     """Whether its activations may be computed again in backward."""
@@ -97,9 +103,8 @@ class ModelProfile(Document):
 
 def _anonymous(unit: UnitProfile) -> object:
     """All of a unit but its names."""
-    forward, backward = unit.forward, unit.backward
     return (
         tuple((p.shape, p.dtype, p.trainable) for p in unit.parameters),
-        *(forward.flops, forward.bytes_moved, backward.flops, backward.bytes_moved),
+        *((work.flops, work.bytes_moved, work.seconds) for work in (unit.forward, unit.backward)),
         *(unit.activation_bytes, unit.transient_bytes, unit.recomputable, unit.split_rows),
     )

@@ -10,7 +10,7 @@ from ds_osdp.config import SolverConfig
 from ds_osdp.job import Job
 from ds_osdp.plan import Stage
 from ds_osdp.prices import Space
-from ds_osdp.profile import ModelProfile
+from ds_osdp.profile import ModelProfile, Work
 from ds_osdp.quantities import format_bytes
 from ds_osdp.solve import leanest
 from ds_osdp.step import evaluate, priced
@@ -85,17 +85,18 @@ def with_micro_batch(profile: ModelProfile, micro_batch: int) -> ModelProfile:
     def scaled(size: int) -> int:
         return -(-size * micro_batch // profile.micro_batch)
 
+    def work(work: Work) -> Work:
+        seconds = None if work.seconds is None else work.seconds * micro_batch / profile.micro_batch
+        return Work(flops=scaled(work.flops), bytes_moved=scaled(work.bytes_moved), seconds=seconds)
+
     units = tuple(
         unit.model_copy(
             update={
                 "activation_bytes": scaled(unit.activation_bytes),
                 "transient_bytes": scaled(unit.transient_bytes),
-                "forward": unit.forward.model_copy(
-                    update={"flops": scaled(unit.forward.flops), "bytes_moved": scaled(unit.forward.bytes_moved)}
-                ),
-                "backward": unit.backward.model_copy(
-                    update={"flops": scaled(unit.backward.flops), "bytes_moved": scaled(unit.backward.bytes_moved)}
-                ),
+                "output_bytes": scaled(unit.output_bytes),
+                "forward": work(unit.forward),
+                "backward": work(unit.backward),
             }
         )
         for unit in profile.units

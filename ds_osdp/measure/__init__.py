@@ -2,15 +2,18 @@
 
 from ds_osdp.measure.configured import profile_for
 from ds_osdp.measure.links import free_bytes, measure_cluster, measure_device
+from ds_osdp.measure.observe import Observer, observe
 from ds_osdp.measure.sample import InputTensor, Sample, sample_for
 from ds_osdp.measure.trace import profile_model
 
 __all__ = [
     "InputTensor",
+    "Observer",
     "Sample",
     "free_bytes",
     "measure_cluster",
     "measure_device",
+    "observe",
     "profile_for",
     "profile_model",
     "sample_for",

@@ -9,7 +9,8 @@ from ds_osdp.errors import ProfileError
 from ds_osdp.measure.fake import ShapeRunner
 from ds_osdp.measure.sample import InputTensor, Sample
 from ds_osdp.measure.tracer import Tracer
-from ds_osdp.profile import ModelProfile, ParameterProfile
+from ds_osdp.measure.units import owned_parameters
+from ds_osdp.profile import ModelProfile
 
 __all__ = ["profile_model"]
 
@@ -49,7 +50,7 @@ def profile_model(model: nn.Module, sample: Sample, *, dtype: torch.dtype | None
     tracer: Tracer | None = None
     try:
         twin = runner.copy(model, dtype)
-        owned = _owned_parameters(twin)
+        owned = owned_parameters(twin)
         tracer = Tracer(twin, tuple(owned), runner)
         with torch.random.fork_rng(devices), torch.enable_grad():
             tracer.run({tensor.name: _input(tensor, runner) for tensor in sample.tensors})
@@ -72,27 +73,6 @@ def _input(tensor: InputTensor, runner: ShapeRunner) -> torch.Tensor:
     if tensor.dtype.is_floating_point:
         return runner.empty(tensor.shape, tensor.dtype)
     return torch.ones(tensor.shape, dtype=tensor.dtype, device=runner.device)
-
-
-def _owned_parameters(model: nn.Module) -> dict[str, tuple[ParameterProfile, ...]]:
-    """The parameters that each unit owns, by the name of the unit, in the order of definition."""
-    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    owned = {}
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        named = [(prefix + name, p) for name, p in module.named_parameters(recurse=False)]
-        first = [(name, p) for name, p in named if first_names[id(p)] == name]
-        if first:
-            owned[path] = tuple(
-                ParameterProfile(
-                    name=name,
-                    shape=tuple(p.shape),
-                    dtype=str(p.dtype).removeprefix("torch."),
-                    trainable=p.requires_grad,
-                )
-                for name, p in first
-            )
-    return owned
 
 
 def _reason(error: Exception) -> str:
