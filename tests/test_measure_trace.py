@@ -363,7 +363,7 @@ def test_model_that_cannot_be_copied_is_refused() -> None:
 # --- Hugging Face models
 
 
-def hugging_face(kind: str) -> nn.Module:
+def hugging_face(kind: str, device: str = "meta") -> nn.Module:
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
     gqa = {**small, "num_key_value_heads": 2, "vocab_size": 128, "use_cache": False}
@@ -377,7 +377,7 @@ def hugging_face(kind: str) -> nn.Module:
         "vit": (transformers.ViTForImageClassification, transformers.ViTConfig(**small, image_size=32, patch_size=8)),
         "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig(**gqa, num_local_experts=4)),
     }[kind]
-    with torch.device("meta"):
+    with torch.device(device):
         return model(config).train()
 
 

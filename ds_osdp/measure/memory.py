@@ -56,12 +56,18 @@ class StorageLedger:
 
     def made(self, tensors: Iterable[torch.Tensor]) -> None:
         """An operator returned ``tensors``."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._alive and key not in self.resident and key not in self.inputs:
-                entry = self._add(storage)
-                self._events.append((self.unit, entry, entry.nbytes))
+        self._events += self._births(tensors)
+
+    def made_by_node(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A node of the graph returned ``tensors``: what died meanwhile was needed for them, and they came first."""
+        place = len(self._events)
+        while place and self._events[place - 1][2] < 0:
+            place -= 1
+        self._events[place:place] = self._births(tensors)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether an operator made it, or it was saved before."""
+        return tensor.untyped_storage()._cdata in self._alive
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Autograd saved ``tensor`` for backward."""
@@ -105,6 +111,16 @@ class StorageLedger:
             alive += 0 if entry.is_gradient else change
             peaks[unit] = max(peaks[unit], alive - kept_so_far[unit])
         return peaks
+
+    def _births(self, tensors: Iterable[torch.Tensor]) -> list[tuple[int, _Entry, int]]:
+        born = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._alive and key not in self.resident and key not in self.inputs:
+                entry = self._add(storage)
+                born.append((self.unit, entry, entry.nbytes))
+        return born
 
     def _add(self, storage: torch.UntypedStorage) -> _Entry:
         key = storage._cdata

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_osdp.errors import ProfileError
 from ds_osdp.measure.fake import tensors_in
+from ds_osdp.measure.memory_sample import MemorySample
 from ds_osdp.measure.sample import InputTensor
 from ds_osdp.measure.stopwatch import AtWork, MicroStep, Stopwatch
 from ds_osdp.measure.units import owned_parameters
@@ -53,7 +54,7 @@ def observe(module: nn.Module, *, micro_batch: int) -> Observer:
     owned = owned_parameters(module)
     if not owned:
         raise ProfileError(f"{type(module).__name__} has no parameters: there is nothing to plan")
-    if any(m._compiled_call_impl is not None for m in module.modules()):
+    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in module.modules()):
         raise ProfileError(f"{type(module).__name__} is compiled: no hook runs inside. Observe it before compile() is called")
     return Observer(module, micro_batch)
 
@@ -62,18 +63,21 @@ class Observer:
     """Hooks on a module, and what they have seen; made by :func:`observe`, and a context manager that ends with ``close``.
 
     A micro-step is one forward of the module with gradients, and the backward behind it; a forward without either is not
-    counted.  The first one is sampled for memory, and takes a few times as long; those behind it are timed.
+    counted.  The first one is sampled for memory, and takes a few times as long; those behind it are timed, and kept call by
+    call: close the observer when it has seen enough.
     """
 
     def __init__(self, module: nn.Module, micro_batch: int) -> None:
         self._module = module
         self._micro_batch = micro_batch
         self._owned = owned_parameters(module)
-        self._sample = ""
+        self._units = {module.get_submodule(name): name for name in self._owned}
+        self._input = ""
         self._order: dict[str, int] = {}
         self._recomputed: set[int] = set()
         self._watch = Stopwatch(cuda=any(p.is_cuda for p in module.parameters()))
-        self._seen: list[MicroStep] = []
+        self._sampled: MemorySample | None = None
+        self._timed: list[MicroStep] = []
         # Of the backward that runs now: the micro-steps it goes through.
         self._in_backward: list[MicroStep] = []
         self._handles = [*self._hook_modules(), *self._hook_parameters()]
@@ -81,32 +85,34 @@ class Observer:
     @property
     def micro_steps(self) -> int:
         """How many have been timed."""
-        return len(self._seen)
+        return len(self._timed)
 
     def profile(self) -> ModelProfile:
         """What has been seen so far: per unit the median over the micro-steps it ran in.
 
-        Units that are equal in all that can be counted share one median: what is left between them is noise.
+        Units that are alike in class, parameters and bytes share one median: what is left between them is noise.
 
         Raises:
             ProfileError: no micro-step has been timed yet.
         """
-        if not self._seen:
-            raise ProfileError("no micro-step has been timed: run at least two forwards with their backwards")
+        if self._sampled is None or not self._timed:
+            raise ProfileError("no micro-step has been timed yet: it takes at least two forwards, each with its backward")
         order = self._order or dict.fromkeys(list(self._owned)[:1], 0)
-        units = [self._unit(name, number) for name, number in order.items()]
-        seconds = _seconds(self._seen, self._sorts(units))
-        measured = [
-            unit.model_copy(update={"forward": _work(seconds[False, number]), "backward": _work(seconds[True, number])})
-            for number, unit in enumerate(units)
-        ]
         idle = [UnitProfile(name=name, parameters=self._owned[name]) for name in self._owned if name not in order]
-        return ModelProfile(
+        untimed = ModelProfile(
             model=type(self._module).__name__,
             micro_batch=self._micro_batch,
-            sample=self._sample,
-            units=(*measured, *idle),
+            sample=self._input,
+            units=(*(self._bytes_of(name, number) for name, number in order.items()), *idle),
         )
+        classes = [type(self._module.get_submodule(unit.name)) for unit in untimed.units]
+        sorts = list(zip(untimed.alike, classes, strict=True))
+        medians = _medians(self._timed, sorts)
+        timed = (
+            unit.model_copy(update={"forward": _work(medians, False, sort), "backward": _work(medians, True, sort)})
+            for unit, sort in zip(untimed.units, sorts, strict=True)
+        )
+        return untimed.model_copy(update={"units": tuple(timed)})
 
     def close(self) -> None:
         """Take all hooks off the module.  What has been seen stays."""
@@ -121,22 +127,23 @@ class Observer:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _unit(self, name: str, number: int) -> UnitProfile:
-        return UnitProfile(name=name, parameters=self._owned[name], recomputes=number in self._recomputed)
-
-    def _sorts(self, units: list[UnitProfile]) -> list[int]:
-        """Per unit, the number of its sort: units of one sort differ in their names only."""
-        sorts: dict[object, int] = {}
-        kinds = ((type(self._module.get_submodule(unit.name)), _anonymous(unit)) for unit in units)
-        return [sorts.setdefault(kind, len(sorts)) for kind in kinds]
+    def _bytes_of(self, name: str, number: int) -> UnitProfile:
+        assert self._sampled is not None
+        return UnitProfile(
+            name=name,
+            parameters=self._owned[name],
+            activation_bytes=self._sampled.kept[number],
+            transient_bytes=self._sampled.transient[number],
+            output_bytes=self._sampled.output_bytes[number],
+            recomputes=number in self._recomputed,
+        )
 
     # --- hooks
 
     def _hook_modules(self) -> Iterator[RemovableHandle]:
-        for name, module in self._module.named_modules():
-            enter = self._enter(name if name in self._owned else None)
+        for module in self._module.modules():
             yield module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-            yield module.register_forward_pre_hook(enter, with_kwargs=True)
+            yield module.register_forward_pre_hook(self._enter, with_kwargs=True)
             yield module.register_forward_hook(self._computed, prepend=True)
             # Also when the forward raises: non-reentrant checkpointing ends a repeated one that way.
             yield module.register_forward_hook(self._after, always_call=True)
@@ -144,88 +151,133 @@ class Observer:
     def _hook_parameters(self) -> Iterator[RemovableHandle]:
         for parameter in self._module.parameters():
             if parameter.requires_grad:
-                yield parameter.register_hook(lambda gradient: self._watch.pause())  # type: ignore[no-untyped-call]
-                yield parameter.register_post_accumulate_grad_hook(lambda _: self._watch.resume())  # type: ignore[no-untyped-call]
+                yield parameter.register_hook(self._gradient)  # type: ignore[no-untyped-call]
+                yield parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before all other hooks: the inputs are the model's own."""
         if module is self._module and not _backward_runs():
             self._begin(args, kwargs)
-        if self._watch.at_work is not None:
-            self._watch.pause()
-            self._follow((*args, *kwargs.values()))
+        at_work = self._watch.at_work
+        if at_work is None:
+            return
+        self._watch.pause()
+        self._follow(_nodes(_tensors((*args, *kwargs.values()))))
+        sample = at_work.step.sample
+        if sample is not None and sample.outermost is None:
+            sample.open(module, again=at_work.backward)
 
-    def _enter(self, unit: str | None) -> Callable[[nn.Module, Any, Any], None]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            """Behind all other hooks: what they made of the inputs is theirs."""
-            at_work = self._watch.at_work
-            if at_work is None:
-                return
-            self._follow((*args, *kwargs.values()), foreign=True)
-            if unit is None:
-                self._watch.resume()
-                return
-            number = self._order.setdefault(unit, len(self._order))
-            at_work.step.began(at_work.backward).append((torch._C._autograd._get_sequence_nr(), number))
-            if at_work.backward:
-                self._recomputed.add(number)
-            self._watch.enter(at_work._replace(unit=number))
-
-        return enter
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Behind all other hooks: what they made of the inputs is theirs."""
+        at_work = self._watch.at_work
+        if at_work is None:
+            return
+        self._follow(_nodes(_tensors((*args, *kwargs.values()))), foreign=True)
+        unit = self._units.get(module)
+        if unit is None:
+            self._watch.resume()
+            return
+        number = self._order.setdefault(unit, len(self._order))
+        at_work.step.began(at_work.backward).append((torch._C._autograd._get_sequence_nr(), number))
+        if at_work.backward:
+            self._recomputed.add(number)
+        self._go_on(at_work._replace(unit=number))
 
     def _computed(self, module: nn.Module, args: Any, output: Any) -> None:
         """Before all other hooks: the outputs are the model's own."""
-        if self._watch.at_work is not None:
-            self._watch.pause()
-            self._follow((output,))
+        at_work = self._watch.at_work
+        if at_work is None:
+            return
+        self._watch.pause()
+        outputs = list(_tensors((output,)))
+        self._follow(_nodes(outputs))
+        if at_work.step.sample is not None and module in self._units and not at_work.backward:
+            at_work.step.sample.returned(self._order[self._units[module]], outputs)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Behind all other hooks: what they made of the outputs is theirs."""
-        if self._watch.at_work is not None:
-            self._follow((output,), foreign=True)
-            if module is self._module and not _backward_runs():
-                self._watch.leave()
-            else:
-                self._watch.resume()
+        at_work = self._watch.at_work
+        if at_work is None:
+            return
+        outputs = list(_tensors((output,)))
+        self._follow(_nodes(outputs), foreign=True)
+        sample = at_work.step.sample
+        if sample is not None and sample.outermost is module:
+            sample.close()
+            self._follow(_graph(outputs))
+        if module is self._module and not at_work.backward:
+            self._watch.leave()
+        else:
+            self._watch.resume()
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         """A forward of the whole module begins."""
         self._watch.leave()
         self._in_backward.clear()  # of a backward that raised
         if torch.is_grad_enabled():
-            self._sample = self._sample or _describe(self._module, args, kwargs)
-            self._watch.enter(AtWork(MicroStep(), backward=False, unit=None))
+            step = MicroStep()
+            if self._sampled is None:
+                self._input = _describe(self._module, args, kwargs)
+                step.sample = MemorySample(self._module, tensors_in((args, kwargs)), lambda: self._watch.running)
+            self._go_on(AtWork(step, backward=False, unit=None))
 
-    def _follow(self, values: Iterable[Any], *, foreign: bool = False) -> None:
-        """Know when backward reaches the nodes that made ``values``; those known already stay as they are."""
+    def _go_on(self, at_work: AtWork) -> None:
+        self._watch.enter(at_work)
+        if at_work.step.sample is not None:
+            at_work.step.sample.enter(at_work.unit or 0)
+
+    def _follow(self, nodes: Iterable[Any], *, foreign: bool = False) -> None:
+        """Know when backward reaches ``nodes``; those known already stay what they are."""
         at_work = self._watch.at_work
         assert at_work is not None
-        step, again = at_work.step, at_work.backward
-        for tensor in _tensors(values):
-            node: Any = tensor.grad_fn
-            if node is None or self in node.metadata:
+        for node in nodes:
+            if self in node.metadata:
                 continue
             node.metadata[self] = True
-            node.register_prehook(self._reached(step, again, None if foreign else node._sequence_nr()))
+            node.register_prehook(self._reached(at_work, None if foreign else node._sequence_nr()))
+            sample = at_work.step.sample
+            if sample is not None:
+                node.register_hook(lambda inputs, _, sample=sample: sample.given(inputs))
 
-    def _reached(self, step: MicroStep, again: bool, sequence_number: int | None) -> Callable[[Any], None]:
-        def reached(_: Any) -> None:
+    def _reached(self, recorded: AtWork, sequence_number: int | None) -> Callable[[Any], None]:
+        step, again = recorded.step, recorded.backward
+
+        def reached(gradients: Any) -> None:
             if not self._handles:
                 return
             if not self._in_backward:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             if step not in self._in_backward:
                 self._in_backward.append(step)
+                if step.sample is not None and self._sampled is None:
+                    step.sample.begin_backward()
             if sequence_number is None:
                 self._watch.pause()
-            else:
-                self._watch.enter(AtWork(step, backward=True, unit=step.unit_at(sequence_number, again)))
+                return
+            self._go_on(AtWork(step, backward=True, unit=step.unit_at(sequence_number, again)))
+            if step.sample is not None:
+                step.sample.taken(gradients)
 
         return reached
 
+    def _gradient(self, gradient: torch.Tensor) -> None:
+        """Before the gradient of a parameter is added up, and others take it away."""
+        self._watch.pause()
+        at_work = self._watch.at_work
+        if at_work is not None and at_work.step.sample is not None:
+            at_work.step.sample.accumulated(gradient)
+
+    def _accumulated(self, _: torch.Tensor) -> None:
+        self._watch.resume()
+
     def _end_backward(self) -> None:
         self._watch.leave()
-        self._seen += [step for step in self._in_backward if step not in self._seen]
+        for step in self._in_backward:
+            if step.sample is None:
+                self._timed += [step] if step not in self._timed else []
+            elif self._sampled is None:
+                step.sample.end()
+                self._sampled = step.sample
         self._in_backward.clear()
 
 
@@ -242,29 +294,39 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
+def _nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """The autograd nodes that made ``tensors``."""
+    return (tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None)
+
+
+def _graph(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """All nodes that backward from ``tensors`` goes through, but those that add up a parameter's gradient."""
+    waiting = list(_nodes(tensors))
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            continue
+        yield node
+        behind = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= behind
+        waiting += behind
+
+
 def _describe(module: nn.Module, args: Any, kwargs: Any) -> str:
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     tensors = ((name, tensor) for name, value in given.items() for tensor in tensors_in(value))
     return ", ".join(str(InputTensor(name, tuple(tensor.shape), tensor.dtype)) for name, tensor in tensors)
 
 
-def _anonymous(unit: UnitProfile) -> UnitProfile:
-    parameters = tuple(parameter.model_copy(update={"name": ""}) for parameter in unit.parameters)
-    return unit.model_copy(update={"name": "", "parameters": parameters})
-
-
-def _seconds(steps: list[MicroStep], sorts: list[int]) -> Mapping[tuple[bool, int], float]:
-    """Per phase (whether it is backward) and unit, the median over all runs of units of its sort."""
-    runs: dict[tuple[bool, int], list[float]] = defaultdict(list)
+def _medians(steps: list[MicroStep], sorts: Sequence[Hashable]) -> Mapping[tuple[bool, Hashable], float]:
+    """Per phase (whether it is backward) and sort, the median over all runs of all units of that sort."""
+    runs: dict[tuple[bool, Hashable], list[float]] = defaultdict(list)
     for step in steps:
         for (backward, number), seconds in step.seconds().items():
             runs[backward, sorts[number]].append(seconds)
-    return {
-        (backward, number): median(runs[backward, sort]) if runs[backward, sort] else 0.0
-        for backward in (False, True)
-        for number, sort in enumerate(sorts)
-    }
+    return {key: median(seconds) for key, seconds in runs.items()}
 
 
-def _work(seconds: float) -> Work:
-    return Work(seconds=seconds)
+def _work(medians: Mapping[tuple[bool, Hashable], float], backward: bool, sort: Hashable) -> Work:
+    return Work(seconds=medians.get((backward, sort)))

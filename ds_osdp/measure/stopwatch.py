@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_osdp.measure.memory_sample import MemorySample
+
 __all__ = ["AtWork", "MicroStep", "Stopwatch"]
 
 
@@ -26,6 +28,8 @@ class AtWork(NamedTuple):
 class MicroStep:
     """One forward and its backward."""
 
+    sample: MemorySample | None = None
+    """While it is sampled for memory; its seconds are not to be trusted then."""
     _spans: list[tuple[bool, int | None, Any, Any]] = field(default_factory=list)
     # Where in the sequence of autograd nodes each unit began: in the forward, and where it is computed again in backward.
     _began: tuple[list[tuple[int, int]], list[tuple[int, int]]] = field(default_factory=lambda: ([], []))
@@ -56,6 +60,11 @@ class Stopwatch:
         self.at_work: AtWork | None = None
         self._now = _cuda_event if cuda else time.perf_counter
         self._since: Any = None
+
+    @property
+    def running(self) -> bool:
+        """Whether somebody is at work and the watch does not stand still."""
+        return self._since is not None
 
     def enter(self, at_work: AtWork) -> None:
         """From now on it is ``at_work``."""

@@ -58,7 +58,8 @@ def profile_model(model: nn.Module, sample: Sample, *, dtype: torch.dtype | None
         at = f", in or after {list(tracer.order)[tracer.ledger.unit]!r}" if tracer and tracer.order else ""
         raise ProfileError(
             f"{type(model).__name__} cannot be traced with {sample.describe()}{at}: {_reason(error)}. Check osdp.input, keep "
-            "the forward free of decisions on tensor values, or give osdp.plan, a saved plan: then nothing is traced."
+            "the forward free of decisions on tensor values, measure real steps (ds_osdp.measure.observe) in place of the "
+            "trace, or give osdp.plan, a saved plan: then nothing is traced."
         ) from error
     return ModelProfile(
         model=type(model).__name__,

@@ -55,6 +55,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._runner = runner
         self._forward, self._backward = _Phase(), _Phase()
         self._kept: Counter[int] = Counter()
+        self._output_bytes: Counter[str] = Counter()
+        self._recomputed: set[str] = set()
         self._in_backward = False
         # Where in the sequence of autograd nodes each unit began: in the forward, and where it is computed again in backward.
         self._began: list[tuple[int, int]] = []
@@ -65,7 +67,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def run(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """One forward and, if anything is trainable, one backward."""
         for name in self._units:
-            self._model.get_submodule(name).register_forward_pre_hook(self._begin(name), prepend=True)
+            unit = self._model.get_submodule(name)
+            unit.register_forward_pre_hook(self._begin(name), prepend=True)
+            unit.register_forward_hook(self._returned(name))
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
@@ -94,6 +98,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 backward=self._backward.work(index),
                 activation_bytes=self._kept[index],
                 transient_bytes=peaks[index],
+                output_bytes=self._output_bytes[name],
+                recomputes=name in self._recomputed,
             )
         for name in owned:
             if name not in self.order:
@@ -125,8 +131,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             began = self._began_again if self._in_backward else self._began
             began.append((torch._C._autograd._get_sequence_nr(), unit))
             self.ledger.enter(unit)
+            if self._in_backward:
+                self._recomputed.add(name)
 
         return begin
+
+    def _returned(self, name: str) -> Callable[..., None]:
+        def returned(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not self._in_backward:
+                self._output_bytes[name] += sum(t.numel() * t.element_size() for t in tensors_in(output))
+
+        return returned
 
     def _follow_autograd(self) -> None:
         """Let the unit whose forward recorded the running node be at work, unless it is computing something again."""
