@@ -143,6 +143,8 @@ def run_ranks(
         logs = [Path(log_dir, f"rank{rank}.log") for rank in range(world)]
         try:
             for rank, (prefix, environment) in enumerate(_places(world, lab)):
+                # What is measured of a lab's links must not be taken for this machine's later.
+                environment["DS_OSDP_CACHE"] = log_dir
                 with logs[rank].open("wb") as log:
                     out = stdout if rank == 0 else log
                     # Its own session, so that a rank can be ended together with the processes it started.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import socket
 from collections.abc import Callable
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,7 @@ from ds_osdp.report import plan_text
 if TYPE_CHECKING:
     from torch import nn
 
-    from ds_osdp.cluster import Cluster
+    from ds_osdp.cluster import Cluster, Machines
     from ds_osdp.profile import ModelProfile
 
 __all__ = ["disable", "enable", "initialize"]
@@ -169,10 +167,12 @@ def _with_batch_sizes(call: dict[str, Any], ds_config: dict[str, Any], plan: Pla
 
 def _plan(section: OsdpConfig, model: nn.Module, job: Job, *, builds_loader: bool) -> Plan:
     """Every rank helps to measure; rank 0 plans, the others get its plan."""
-    ranks_per_node = _ranks_per_node(job.world_size)
-    cluster = seams.on_every_rank(section.load_cluster)
+    ranks_per_node, dtype = measure.ranks_per_node(), getattr(torch, job.parameter_dtype)
+    machines = measure.machines_of_this_job(ranks_per_node, dtype)
+    cluster = seams.on_every_rank(lambda: _given_cluster(section, machines))
     if cluster is None:
-        cluster = measure.measure_cluster(ranks_per_node=ranks_per_node, dtype=getattr(torch, job.parameter_dtype))
+        cluster, origin = measure.cluster_of_this_job(machines)
+        seams.log_on_rank_zero(f"{SECTION}: {origin}")
     budget = section.memory_budget
     if budget is None:
         budget = int(BUDGET_SHARE * seams.least_of_all_ranks(measure.free_bytes(ranks_per_node)))
@@ -181,13 +181,21 @@ def _plan(section: OsdpConfig, model: nn.Module, job: Job, *, builds_loader: boo
     )
 
 
+def _given_cluster(section: OsdpConfig, machines: Machines) -> Cluster | None:
+    cluster = section.load_cluster()
+    if cluster is not None:
+        cluster.check_describes(machines, f"{SECTION}.cluster")
+    return cluster
+
+
 def _plan_on_rank_zero(
     section: OsdpConfig, model: nn.Module, job: Job, cluster: Cluster, budget: int, *, builds_loader: bool
 ) -> Plan:
     def profile_of(job: Job) -> ModelProfile:
         return measure.profile_for(section, model, job)
 
-    search: dict[str, Any] = {"space": Space(section.stages), "rules": section.rules, "solver": section.solver}
+    space = Space(section.stages, node_degree=cluster.node_differs)
+    search: dict[str, Any] = {"space": space, "rules": section.rules, "solver": section.solver}
     if not section.micro_batch:
         plan = make_plan(profile_of(job), cluster, job, budget, **search)
     elif builds_loader:
@@ -203,11 +211,3 @@ def _plan_on_rank_zero(
     if section.save_plan is not None:
         plan.save(section.save_plan)
     return plan
-
-
-def _ranks_per_node(world_size: int) -> int:
-    for variable in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        if os.environ.get(variable, "").isdecimal():
-            return max(1, int(os.environ[variable]))
-    hosts = seams.gather_from_all_ranks(socket.gethostname())
-    return max(1, world_size // len(set(hosts)))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from ds_osdp.quantities import format_bytes
 
 __all__ = [
+    "CalibrationError",
+    "ClusterMismatchError",
     "ConfigError",
     "DocumentError",
     "InfeasiblePlanError",
@@ -36,6 +38,14 @@ class UnsupportedError(ConfigError):
 
 class DocumentError(OsdpError, ValueError):
     """A plan, profile or cluster file is not what it claims to be."""
+
+
+class ClusterMismatchError(OsdpError, ValueError):
+    """A cluster file does not describe the machines of this job."""
+
+
+class CalibrationError(OsdpError, RuntimeError):
+    """Links cannot be measured: a rank did not take part, or did not finish."""
 
 
 class PlanMismatchError(OsdpError, ValueError):

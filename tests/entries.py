@@ -123,6 +123,21 @@ def micro_batches() -> dict[str, Any]:
     }
 
 
+def on_nodes() -> dict[str, Any]:
+    """Two nodes of two ranks, between which the links are slow; and the same with a cluster of other nodes."""
+    config = ds_config(CASE, None)
+    fast = {operation: {**link, "bytes_per_second": 1e10} for operation, link in CLUSTER["world"].items()}
+    cluster = {**CLUSTER, "ranks_per_node": 2, "node": fast}
+    section = {**ds_config(CASE, PLANS["none"])["osdp"], "rules": [], "stages": [3], "cluster": cluster}
+    result = {"stock": losses(start(config, deepspeed.initialize))}
+    engine = start({**config, "osdp": section})
+    result["degrees"] = sorted({unit.degree for unit in engine.osdp.plan.units})
+    result["losses"] = losses(engine)
+    foreign = {**config, "osdp": {**section, "cluster": {**cluster, "ranks_per_node": 3}}}
+    result["foreign"] = message_of(lambda: start(foreign))
+    return result
+
+
 def refusals(folder: str) -> dict[str, str]:
     """Every one is raised on all ranks, and none leaves a rank waiting or the model touched."""
     rank = int(os.environ["RANK"])

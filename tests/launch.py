@@ -26,7 +26,7 @@ def on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder, "call")
         call.write_bytes(pickle.dumps((function, args)))
-        port = _free_port()
+        port = free_port()
         ranks = [_start(folder, rank, world_size, port, environment) for rank in range(world_size)]
         deadline = time.monotonic() + timeout
         try:
@@ -60,6 +60,7 @@ def _start(folder: str, rank: int, world_size: int, port: int, environment: dict
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "PYTHONWARNINGS": "ignore",
+        "DS_OSDP_CACHE": folder,
         **(environment or {}),
     }
     with Path(folder, f"log{rank}").open("w") as output:
@@ -67,7 +68,7 @@ def _start(folder: str, rank: int, world_size: int, port: int, environment: dict
         return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

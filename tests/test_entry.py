@@ -84,6 +84,15 @@ def test_a_micro_batch_is_chosen_where_deepspeed_builds_the_loader() -> None:
     assert found["loader"] == 4, "all stage 0 reads its weights once per micro-step: fewer are faster"
 
 
+@pytest.mark.ranks
+def test_nodes_are_used_where_their_links_are_known() -> None:
+    found = on_ranks(4, "entries:on_nodes", environment={"LOCAL_WORLD_SIZE": "2"})
+    assert found["degrees"] == [2]
+    assert found["losses"] == pytest.approx(found["stock"], rel=1e-5)
+    assert found["foreign"].count("ClusterMismatchError: osdp.cluster (test)") == 4
+    assert "it has 3 ranks per node, the job 2" in found["foreign"]
+
+
 @functools.cache
 def refused() -> dict[str, str]:
     import tempfile

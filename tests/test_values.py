@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_osdp.cluster import DEFAULT_CLUSTER, Cluster
-from ds_osdp.errors import DocumentError, PlanMismatchError
+from ds_osdp.cluster import DEFAULT_CLUSTER, Cluster, Machines
+from ds_osdp.errors import ClusterMismatchError, DocumentError, PlanMismatchError
 from ds_osdp.plan import Plan, Provenance, Stage, UnitPlan, model_fingerprint
 from ds_osdp.quantities import format_bytes, format_seconds, parse_bytes
 
@@ -137,9 +138,57 @@ def test_a_plan_of_another_model_or_world_is_refused() -> None:
         a_plan().check_belongs({**SHAPES, "b.weight": (10,)}, 4)
 
 
-def test_the_shipped_cluster_reads() -> None:
-    cluster = Cluster.shipped(DEFAULT_CLUSTER)
-    assert cluster.source
-    assert cluster.node is not None
-    assert cluster.collectives_over(cluster.ranks_per_node) is cluster.node
-    assert cluster.collectives_over(cluster.ranks_per_node + 1) is cluster.world
+def test_shipped_clusters() -> None:
+    assert DEFAULT_CLUSTER in Cluster.shipped_names()
+    assert len(Cluster.shipped_names()) >= 3
+    for name in Cluster.shipped_names():
+        cluster = Cluster.shipped(name)
+        assert cluster.node is not None
+        assert cluster.across is not None
+        assert cluster.collectives_over(cluster.ranks_per_node) is cluster.node
+        assert cluster.collectives_over(cluster.ranks_per_node + 1) is cluster.world
+        assert cluster.device.memory_bytes is not None
+        assert 1 << 34 < cluster.device.memory_bytes < 1 << 40
+        assert 1e13 < cluster.device.flops_per_second < 1e16
+        assert 1e11 < cluster.device.bytes_per_second < 1e13
+        for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+            node, world, across = (getattr(links, operation) for links in (cluster.node, cluster.world, cluster.across))
+            assert cluster.device.bytes_per_second > node.bytes_per_second > world.bytes_per_second > across.bytes_per_second
+            assert 1e-6 < node.latency_seconds <= world.latency_seconds <= across.latency_seconds < 1e-4
+        # Every figure has its source, and every source says where it can be read.
+        figures = {
+            f"{group}.{figure}" for group in ("node", "world", "across") for figure in ("latency_seconds", "bytes_per_second")
+        }
+        figures |= {f"device.{figure}" for figure in ("flops_per_second", "bytes_per_second", "memory_bytes")}
+        assert set(cluster.sources) == figures
+        assert all("https://" in source or "RFC" in source for source in cluster.sources.values())
+
+
+MACHINES = Machines(
+    hosts=("a", "b"), world_size=8, ranks_per_node=4, device="cpu", backend="gloo", dtype="float32", torch="2.13"
+)
+
+
+@pytest.mark.parametrize(
+    ("made_on", "message"),
+    [
+        ({}, None),
+        ({"hosts": ("c",), "world_size": 64, "dtype": "bfloat16"}, None),
+        ({"ranks_per_node": 8}, "it has 8 ranks per node, the job 4"),
+        ({"backend": "nccl"}, "backend nccl, the job has gloo"),
+        ({"device": "H100"}, "device H100, the job has cpu"),
+        ({"torch": "2.6"}, "torch 2.6, the job has 2.13"),
+    ],
+)
+def test_a_stale_or_foreign_cluster_is_refused(made_on: dict[str, Any], message: str | None) -> None:
+    there = MACHINES.model_copy(update=made_on)
+    cluster = Cluster.shipped(DEFAULT_CLUSTER).model_copy(update={"machines": there, "ranks_per_node": there.ranks_per_node})
+    if message is None:
+        cluster.check_describes(MACHINES, "osdp.cluster")
+    else:
+        with pytest.raises(ClusterMismatchError, match=message):
+            cluster.check_describes(MACHINES, "osdp.cluster")
+
+
+def test_a_job_on_one_node_takes_a_cluster_of_larger_nodes() -> None:
+    Cluster.shipped(DEFAULT_CLUSTER).check_describes(MACHINES.model_copy(update={"world_size": 4}), "osdp.cluster")

@@ -9,13 +9,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_osdp.cli import check, plan
+from ds_osdp.cli import calibrate, check, plan
 from ds_osdp.cli.output import EXIT_BAD_INPUT, EXIT_INFEASIBLE, print_json
 from ds_osdp.errors import InfeasiblePlanError, OsdpError
 
 __all__ = ["main"]
 
-_VERBS = (plan, check)
+_VERBS = (plan, calibrate, check)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds-osdp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # The deepspeed launcher puts it before the arguments of every program it starts.
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
     for verb in _VERBS:
         verb.add(verbs)

@@ -79,4 +79,5 @@ def _explain(plan: Plan, inputs: Inputs) -> Explanation:
 
 def _search(inputs: Inputs) -> dict[str, Any]:
     section = inputs.section
-    return {"space": Space(section.stages), "rules": section.rules, "solver": section.solver}
+    space = Space(section.stages, node_degree=inputs.cluster.node_differs)
+    return {"space": space, "rules": section.rules, "solver": section.solver}
