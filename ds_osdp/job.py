@@ -41,6 +41,8 @@ class Job(CommunicationSizes):
     """In which gradients are reduced."""
     optimizer_states: NonNegativeInt
     """fp32 values the optimizer keeps per parameter element: 2 for Adam."""
+    optimizer_fused: bool = True
+    """Whether an update is one pass over memory: DeepSpeed's own optimizers; torch's are a sequence of operators."""
     sub_group_size: PositiveInt
     open_sizes: tuple[str, ...] = ()
     """Names of the communication sizes that the JSON leaves to the plan."""
@@ -87,6 +89,7 @@ def job_from_config(ds_config: Mapping[str, Any], world_size: int, *, optimizer:
         gradient_dtype=_dtype(accumulated) or parameter_dtype,
         communication_dtype=_dtype(ds_config.get("communication_data_type")) or parameter_dtype,
         optimizer_states=_optimizer_states(ds_config, optimizer),
+        optimizer_fused=_optimizer_fused(ds_config, optimizer),
         sub_group_size=_count(zero, "sub_group_size", _SUB_GROUP),
         open_sizes=tuple(name for name, (key, _) in _SIZES.items() if key not in zero),
         **{name: _count(zero, key, default) for name, (key, default) in _SIZES.items()},
@@ -193,3 +196,14 @@ def _optimizer_states(ds_config: Mapping[str, Any], optimizer: Any) -> int:
         return 1 if defaults.get("momentum") else 0
     # Two is what Adam keeps; an optimizer that is not in the table is taken for the costliest common one.
     return _STATES.get(name, 2)
+
+
+def _optimizer_fused(ds_config: Mapping[str, Any], optimizer: Any) -> bool:
+    """Whether the optimizer is one of DeepSpeed's, or torch's was asked for its fused form."""
+    section = ds_config.get("optimizer") or {}
+    if section:
+        parameters = section.get("params") or {}
+        # DeepSpeed has an Adam of its own and takes every other name from torch.
+        own = str(section.get("type")).lower() in ("adam", "adamw", "lamb", "lion", "onebitadam", "zerooneadam", "onebitlamb")
+        return (own and not parameters.get("torch_adam")) or bool(parameters.get("fused"))
+    return not type(optimizer).__module__.startswith("torch.") or bool(getattr(optimizer, "defaults", {}).get("fused"))

@@ -51,12 +51,13 @@ def exact(problem: Instance, budget_bytes: int) -> pyo.ConcreteModel:
     m = _choices(problem)
     A = problem.accumulation
     _memory(m, problem, budget_bytes / _MIB)
-    m.forward = _forward(m, problem)
+    m.first = _forward(m, problem, first=True)
     m.last = _backward(m, problem, last=True)
-    step = A * m.forward.F[m.U.last()] + m.last.end + pyo.quicksum(_chosen(m, problem, u, "update_ns", _US) for u in m.U)
+    step = m.first.F[m.U.last()] + m.last.end + pyo.quicksum(_chosen(m, problem, u, "update_ns", _US) for u in m.U)
     if A > 1:
+        m.forward = _forward(m, problem, first=False)
         m.between = _backward(m, problem, last=False)
-        step += (A - 1) * m.between.end
+        step += (A - 1) * (m.forward.F[m.U.last()] + m.between.end)
     m.step = pyo.Objective(expr=step, sense=pyo.minimize, doc="(1) time of one optimizer step")
     return m
 
@@ -149,7 +150,8 @@ def _memory(m, problem: Instance, budget) -> None:
         return m.resident + pyo.quicksum(updated) <= budget
 
 
-def _forward(m, problem: Instance) -> pyo.Block:
+def _forward(m, problem: Instance, *, first: bool) -> pyo.Block:
+    gather = "gather_first_ns" if first else "gather_forward_ns"
     block = pyo.Block(concrete=True)
     block.G = pyo.Var(m.U, domain=pyo.NonNegativeReals, doc="end of the gather of unit u")
     block.F = pyo.Var(m.U, domain=pyo.NonNegativeReals, doc="end of the computation of unit u")
@@ -159,7 +161,7 @@ def _forward(m, problem: Instance) -> pyo.Block:
 
     @block.Constraint(m.U, doc="(4) gathers in order on one channel")
     def gathers(block, u):
-        return block.G[u] == (block.G[u - 1] if u > 0 else 0) + _chosen(m, problem, u, "gather_forward_ns", _US)
+        return block.G[u] == (block.G[u - 1] if u > 0 else 0) + _chosen(m, problem, u, gather, _US)
 
     @block.Constraint(m.U, doc="(4) computation follows the gather")
     def follows_gather(block, u):
@@ -182,17 +184,20 @@ def _backward(m, problem: Instance, *, last: bool) -> pyo.Block:
     block.end = pyo.Var(domain=pyo.NonNegativeReals, doc="end of the pass")
 
     def compute(u):
-        return _chosen(m, problem, u, "backward_ns", _US)
+        return _chosen(m, problem, u, "last_backward_ns" if last else "backward_ns", _US)
 
     def gather(u):
         return _chosen(m, problem, u, "gather_backward_ns", _US)
 
+    def waited(u):
+        return _chosen(m, problem, u, "waited_ns", _US)
+
     def reduction(u):
         return _chosen(m, problem, u, "last_reduce_ns" if last else "reduce_ns", _US)
 
-    @block.Constraint(m.U, doc=f"{number} gathers in order")
+    @block.Constraint(m.U, doc=f"{number} gathers in order, and what the units before have waited for")
     def gathers(block, u):
-        return block.G[u] == (block.G[u + 1] if u + 1 < n else 0) + gather(u)
+        return block.G[u] == (block.G[u + 1] + waited(u + 1) if u + 1 < n else 0) + gather(u)
 
     @block.Constraint(m.U, doc=f"{number} computation follows the gather")
     def follows_gather(block, u):
@@ -220,7 +225,7 @@ def _backward(m, problem: Instance, *, last: bool) -> pyo.Block:
 
     @block.Constraint(doc=f"{number} gathers and reductions share the channel")
     def channel(block):
-        return block.end >= pyo.quicksum(gather(u) + reduction(u) for u in m.U)
+        return block.end >= pyo.quicksum(gather(u) + waited(u) + reduction(u) for u in m.U)
 
     return block
 
@@ -230,13 +235,17 @@ def relaxed(problem: Instance, budget_bytes: int) -> pyo.ConcreteModel:
     m = _counts(problem)
     A = problem.accumulation
     _relaxed_memory(m, problem, budget_bytes / _MIB)
-    m.forward = _relaxed_pass(m, problem, ("gather_forward_ns", "forward_ns"), m.slots)
-    step = A * m.forward.end + _total(m, problem, "update_ns", _US)
-    for reduction, times in (("last_reduce_ns", 1), ("reduce_ns", A - 1)):
+    passes = [
+        ("first", 1, ("gather_first_ns", "forward_ns"), m.slots),
+        ("last", 1, ("gather_backward_ns", "last_backward_ns", "last_reduce_ns"), m.slots[::-1]),
+        ("forward", A - 1, ("gather_forward_ns", "forward_ns"), m.slots),
+        ("between", A - 1, ("gather_backward_ns", "backward_ns", "reduce_ns"), m.slots[::-1]),
+    ]
+    step = _total(m, problem, "update_ns", _US)
+    for name, times, machines, slots in passes:
         if times:
-            machines = ("gather_backward_ns", "backward_ns", reduction)
-            block = _relaxed_pass(m, problem, machines, m.slots[::-1])
-            m.add_component(f"backward_{reduction}", block)
+            block = _relaxed_pass(m, problem, machines, slots)
+            m.add_component(name, block)
             step += times * block.end
     m.step = pyo.Objective(expr=step, sense=pyo.minimize, doc="(1) a lower bound of one optimizer step")
     return m
@@ -248,7 +257,8 @@ def _relaxed_pass(m, problem: Instance, machines, slots) -> pyo.Block:
     Each machine takes its slots in order, and a unit waits for the machine before.  Within the slot of all groups nobody
     waits: where its units stand is not known.  A machine with no work for anyone lets every unit pass.
     """
-    channel = [machines[0], machines[2]] if len(machines) > 2 else []
+    backward = len(machines) > 2
+    channel = (machines[0], "waited_ns", machines[-1])
     machines = [name for name in machines if any(getattr(p, name) for kind in problem.kinds for p in kind.prices)]
     block = pyo.Block(concrete=True)
     block.end = pyo.Var(domain=pyo.NonNegativeReals)
@@ -261,9 +271,15 @@ def _relaxed_pass(m, problem: Instance, machines, slots) -> pyo.Block:
     def takes(i, s):
         return pyo.quicksum(_group_total(m, problem, k, machines[i], _US) for k in slots[s])
 
+    def waited(i, s):
+        """What the units of slot s wait for holds up the gathers of the slots behind it."""
+        if not backward or machines[i] != "gather_backward_ns":
+            return 0
+        return pyo.quicksum(_group_total(m, problem, k, "waited_ns", _US) for k in slots[s])
+
     @block.Constraint(block.M, block.S, doc="in order")
     def in_order(block, i, s):
-        return block.E[i, s] >= (block.E[i, s - 1] if s else 0) + takes(i, s)
+        return block.E[i, s] >= (block.E[i, s - 1] + waited(i, s - 1) if s else 0) + takes(i, s)
 
     @block.Constraint(block.M, block.S, doc="behind the machine before")
     def behind(block, i, s):
@@ -275,7 +291,7 @@ def _relaxed_pass(m, problem: Instance, machines, slots) -> pyo.Block:
     def ends(block, i):
         return block.end >= block.E[i, len(slots) - 1]
 
-    if channel and all(name in machines for name in channel):
+    if backward:
         sent = pyo.quicksum(_total(m, problem, name, _US) for name in channel)
         block.channel = pyo.Constraint(expr=block.end >= sent, doc="gathers and reductions share the channel")
     return block

@@ -84,18 +84,25 @@ class Price:
     """Working tensors while it is computed; in backward also its gradient, and activations computed again."""
     update_bytes: int
     """Working memory while the optimizer updates it."""
+    gather_first_ns: int
+    """Channel time of the gather before the forward of the first micro-step: in stages 1 and 2 of what was updated."""
     gather_forward_ns: int
+    """Of the gather before the forward of any other micro-step."""
     gather_backward_ns: int
     forward_ns: int
-    """Computation, with the copies around a gather."""
+    """Computation, with the copies around a gather, and by how much the gather holds it up."""
     backward_ns: int
     """Computation, with copies of gradients, forward computed again, and reductions that DeepSpeed waits for."""
+    last_backward_ns: int
+    """The same in the last micro-step, held up by reductions of its own."""
+    waited_ns: int
+    """Channel time of the reductions within the two above."""
     reduce_ns: int
     """Channel time of the reduction after the unit's backward, in every micro-step but the last."""
     last_reduce_ns: int
     """Channel time of the reduction after the unit's backward in the last micro-step."""
     update_ns: int
-    """The optimizer's work, and the gather behind it that stages 1 and 2 wait for."""
+    """The optimizer's work, and the copies around the gather behind it."""
 
     @property
     def resident_bytes(self) -> int:
@@ -188,21 +195,30 @@ def price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, kept
     whole_bytes = sum(_part(p, degree) * degree * DTYPE_BYTES[p.dtype] for p in unit.parameters)
 
     sharded = stage is Stage.FULLY_SHARDED
-    gather = (
-        collective_seconds("all_gather", links.all_gather, degree, whole_bytes, calls=option.slices) if whole_bytes else 0.0
+    updated = stage in (Stage.OPTIMIZER_STATES, Stage.GRADIENTS)
+    # DeepSpeed's prefetcher gathers what follows in buckets; what was updated is gathered in those of the deferred reductions.
+    bucket = (
+        job.prefetch_bucket_size * DTYPE_BYTES[job.parameter_dtype]
+        if sharded
+        else deferred_bucket_bytes(cluster, job.world_size)
     )
-    # A gathered tensor is assembled from the ranks' parts: read once, written once.
-    assemble = 2 * whole_bytes / copy
+    # What the optimizer does not change need not be gathered behind it.
+    gathered = whole_bytes if sharded else sum(_part(p, degree) * degree * DTYPE_BYTES[p.dtype] for p in trainable)
+    calls = option.slices * _calls(gathered // option.slices, bucket)
+    gather = collective_seconds("all_gather", links.all_gather, degree, gathered, calls) if degree > 1 else 0.0
+    # A gathered tensor is assembled from the ranks' parts: read once, written once; and it holds up what is computed beside.
+    assemble = 2 * gathered / copy + _share(links.all_gather) * gather
     gathers_forward, gathers_backward = (1, 0 if kept else 1 + option.recompute) if sharded else (0, 0)
-    waits, reduce, last_reduce = _reductions(option, job, cluster, links, elements * wire, held * wire)
+    waits, reduce, last_reduce, held_up = _reductions(option, job, cluster, links, elements * wire, held * wire)
     # A gradient is added to the accumulator (two reads, a write); a scattered one passes through two flat buffers first.
     scattered = stage in (Stage.GRADIENTS, Stage.FULLY_SHARDED)
     accumulate = (3 * gradient * (held if scattered else elements) + (4 * elements * wire if scattered else 0)) / copy
     forward, backward = work_seconds(unit.forward, cluster.device), work_seconds(unit.backward, cluster.device)
     update = held * _update_bytes_moved(job) / copy
-    if stage in (Stage.OPTIMIZER_STATES, Stage.GRADIENTS):
-        update += gather + assemble
+    if updated:
+        update += assemble
     own_gradient = elements * DTYPE_BYTES[job.parameter_dtype]
+    backward += (forward if option.recompute else 0.0) + gathers_backward * assemble + accumulate + waits
     return Price(
         parameter_bytes=part_bytes + (0 if sharded or degree == 1 else whole_bytes),
         # Stage 1 accumulates whole, and DeepSpeed's buffer of this rank's part is there all the same.
@@ -215,12 +231,13 @@ def price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, kept
         backward_bytes=unit.transient_bytes + own_gradient + (unit.activation_bytes if option.recompute else 0),
         # The fp32 copy of the gradients; torch's optimizers need one temporary of the same size beside it.
         update_bytes=(2 * MASTER_BYTES + (gradient if gradient < MASTER_BYTES else 0)) * held,
+        gather_first_ns=nanoseconds((updated or gathers_forward) * gather),
         gather_forward_ns=nanoseconds(gathers_forward * gather),
         gather_backward_ns=nanoseconds(gathers_backward * gather),
         forward_ns=nanoseconds(forward + gathers_forward * assemble),
-        backward_ns=nanoseconds(
-            backward + (forward if option.recompute else 0.0) + gathers_backward * assemble + accumulate + waits
-        ),
+        backward_ns=nanoseconds(backward),
+        last_backward_ns=nanoseconds(backward + held_up),
+        waited_ns=nanoseconds(waits),
         reduce_ns=nanoseconds(reduce),
         last_reduce_ns=nanoseconds(last_reduce),
         update_ns=nanoseconds(update),
@@ -241,35 +258,44 @@ def work_seconds(work: Work, device: Device) -> float:
 
 def _reductions(
     option: Option, job: Job, cluster: Cluster, links: Collectives, whole_bytes: int, part_bytes: int
-) -> tuple[float, float, float]:
-    """Seconds of a unit's reductions: waited for in every backward; on the channel in a micro-step, and in the last."""
-    if not whole_bytes:
-        return 0.0, 0.0, 0.0
+) -> tuple[float, float, float, float]:
+    """Seconds of a unit's reductions: waited for in every backward; on the channel in a micro-step, and in the last; and by
+    how much those of the last hold up its computation.
+    """
+    if not whole_bytes or job.world_size == 1:
+        return 0.0, 0.0, 0.0, 0.0
     wire = DTYPE_BYTES[job.communication_dtype]
     deferred_bucket = deferred_bucket_bytes(cluster, job.world_size)
     if option.stage is Stage.REPLICATED:
         everywhere = cluster.collectives_over(job.world_size).all_reduce
         calls = _calls(whole_bytes, deferred_bucket)
-        return 0.0, 0.0, collective_seconds("all_reduce", everywhere, job.world_size, whole_bytes, calls)
+        everything = collective_seconds("all_reduce", everywhere, job.world_size, whole_bytes, calls)
+        return 0.0, 0.0, everything, _share(everywhere) * everything
     copies = job.world_size // option.degree
-    across = 0.0
+    across, held_up = 0.0, 0.0
     if copies > 1:
         link = cluster.collectives_across_nodes().all_reduce
         across = collective_seconds("all_reduce", link, copies, part_bytes, _calls(part_bytes, deferred_bucket))
+        held_up = _share(link) * across
     deferred = option.stage is Stage.OPTIMIZER_STATES
     bucket = deferred_bucket if deferred else job.reduce_bucket_size * wire
     calls = option.slices * _calls(whole_bytes // option.slices, bucket)
     scatter = collective_seconds("reduce_scatter", links.reduce_scatter, option.degree, whole_bytes, calls)
     if deferred:
-        return 0.0, 0.0, scatter + across
+        return 0.0, 0.0, scatter + across, held_up + _share(links.reduce_scatter) * scatter
     if cluster.reduce_scatter_blocks:
-        return scatter, 0.0, across
-    return 0.0, scatter, scatter + across
+        return scatter, 0.0, across, held_up
+    return 0.0, scatter, scatter + across, held_up + _share(links.reduce_scatter) * scatter
+
+
+def _share(link: Link) -> float:
+    """Seconds by which a collective that runs beside computation holds it up, per second."""
+    return 0.0 if link.overlapped is None else link.overlapped.computation_share
 
 
 def _calls(size_bytes: int, bucket_bytes: int) -> float:
-    """Collectives that a tensor's share of a bucketed reduction amounts to: it pays for the part of a bucket it fills."""
-    return min(1.0, size_bytes / bucket_bytes)
+    """Collectives that a tensor's share of a bucket amounts to: it pays for the part of a bucket it fills."""
+    return min(1.0, size_bytes / bucket_bytes) if bucket_bytes else 1.0
 
 
 def _part(parameter: ParameterProfile, degree: int) -> int:
@@ -278,9 +304,16 @@ def _part(parameter: ParameterProfile, degree: int) -> int:
 
 
 def _update_bytes_moved(job: Job) -> int:
-    """Bytes read and written per element by clipping and the optimizer: gradient 12, weight 8, 8 per state, copy back."""
-    copy_back = 2 * DTYPE_BYTES[job.parameter_dtype] if job.parameter_dtype != "float32" else 0
-    return 20 + 8 * job.optimizer_states + copy_back
+    """Bytes read and written per element by DeepSpeed's step.
+
+    Around the optimizer: gradients flattened to fp32 (8), their norm in double precision (20), clipping (8), and the
+    weights copied back (4 and their own size).  The optimizer, fused: gradient 4, weight 8, 8 per state.  Of single torch
+    operators: each reads its operands from memory and writes its result (AdamW: decay 8, first moment 12, second moment 20,
+    denominator 24, weight 16; momentum: 20 and the weight's 12).
+    """
+    around = 8 + 20 + 8 + MASTER_BYTES + DTYPE_BYTES[job.parameter_dtype]
+    fused = 12 + 8 * job.optimizer_states
+    return around + (fused if job.optimizer_fused else (12, 32, 80)[min(job.optimizer_states, 2)])
 
 
 def kept_until_backward(elements: Sequence[int], job: Job) -> list[bool]:

@@ -173,13 +173,15 @@ def evaluate(problem: Instance, choice: Sequence[int]) -> Totals:
     """Add up one choice of an option index per unit, in exact integers: equations (1) to (6) of docs/model.md."""
     column = _columns(problem, choice)
     n = len(problem.units)
-    forward = _forward_ns(column)
-    last = _backward_ns(column, "last_reduce_ns")
-    between = _backward_ns(column, "reduce_ns") if problem.accumulation > 1 else 0
+    first = _forward_ns(column, "gather_first_ns")
+    forward = _forward_ns(column, "gather_forward_ns")
+    last = _backward_ns(column, "last_backward_ns", "last_reduce_ns")
+    between = _backward_ns(column, "backward_ns", "reduce_ns")
+    more = problem.accumulation - 1
     sizes, degrees = _moments(problem, column)
     peak = int(np.argmax(sizes))
     return Totals(
-        step_ns=problem.accumulation * forward + (problem.accumulation - 1) * between + last + int(column("update_ns").sum()),
+        step_ns=first + more * (forward + between) + last + int(column("update_ns").sum()),
         resident_bytes=int(column("resident_bytes").sum()),
         peak_bytes=int(sizes[peak]),
         peak_moment=_moment_name(problem, peak) if peak < 2 * n else _update_name(degrees[peak - 2 * n]),
@@ -231,18 +233,20 @@ def _update_name(degree: int) -> str:
     return f"optimizer step of units spread over {degree}"
 
 
-def _forward_ns(column: Column) -> int:
+def _forward_ns(column: Column, gather: str) -> int:
     """Equation (4): gathers run on one channel in order, computation follows: a two-machine flow shop."""
-    return int(_behind(np.cumsum(column("gather_forward_ns")), column("forward_ns"))[-1])
+    return int(_behind(np.cumsum(column(gather)), column("forward_ns"))[-1])
 
 
-def _backward_ns(column: Column, reduction: str) -> int:
+def _backward_ns(column: Column, computation: str, reduction: str) -> int:
     """Equations (5) and (6): gathers, computation and reductions, each in order and each behind the one before."""
     gather, reduce = column("gather_backward_ns")[::-1], column(reduction)[::-1]
-    computed = _behind(np.cumsum(gather), column("backward_ns")[::-1])
+    waited = column("waited_ns")[::-1]
+    # What the units before have waited for was on the channel as well.
+    computed = _behind(np.cumsum(gather) + _sums(waited)[:-1], column(computation)[::-1])
     reduced = _behind(computed, reduce)
-    # Gathers and reductions share the channel: together they take their sum, whatever is in between.
-    return max(int(computed[-1]), int(reduced[-1]), int(gather.sum() + reduce.sum()))
+    # Everything sent goes over one channel: together it takes its sum, whatever is in between.
+    return max(int(computed[-1]), int(reduced[-1]), int((gather + waited + reduce).sum()))
 
 
 def _behind(ready: Integers, takes: Integers) -> Integers:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from ds_osdp.cluster import Cluster, Collectives, Device, Link
+from ds_osdp.cluster import Cluster, Collectives, Device, Link, Overlapped
 from ds_osdp.job import Job
 from ds_osdp.plan import Stage
 from ds_osdp.prices import Space
 from ds_osdp.profile import ModelProfile, ParameterProfile, UnitProfile, Work
 
 
-def a_cluster(latency: float = 1e-5, bandwidth: float = 1e9, blocks: bool = False) -> Cluster:
-    link = Link(latency_seconds=latency, bytes_per_second=bandwidth)
+def a_cluster(latency: float = 1e-5, bandwidth: float = 1e9, blocks: bool = False, share: float = 0.0) -> Cluster:
+    line = {"latency_seconds": latency, "bytes_per_second": bandwidth}
+    link = Link(**line, overlapped=Overlapped(**line, computation_share=share))
     return Cluster(
         name="test",
         ranks_per_node=4,
@@ -100,6 +101,7 @@ clusters = st.builds(
     latency=st.sampled_from([0.0, 1e-6, 1e-4]),
     bandwidth=st.sampled_from([1e7, 1e9, 1e11]),
     blocks=st.booleans(),
+    share=st.sampled_from([0.0, 0.3]),
 )
 jobs = st.builds(
     a_job,

@@ -21,13 +21,13 @@ def replay_step_ns(problem: Instance, choice: Sequence[int]) -> int:
     total = 0
     for micro_step in range(problem.accumulation):
         last = micro_step == problem.accumulation - 1
-        total += _forward(chosen) + _backward(chosen, last)
+        total += _forward(chosen, first=micro_step == 0) + _backward(chosen, last)
     return total + sum(p.update_ns for p in chosen)
 
 
-def _forward(chosen: Sequence[Price]) -> int:
+def _forward(chosen: Sequence[Price], first: bool) -> int:
     order = range(len(chosen))
-    takes = {("gather", u): chosen[u].gather_forward_ns for u in order}
+    takes = {("gather", u): chosen[u].gather_first_ns if first else chosen[u].gather_forward_ns for u in order}
     takes |= {("compute", u): chosen[u].forward_ns for u in order}
     queues: list[list[Task]] = [[("gather", u) for u in order], [("compute", u) for u in order]]
     return _play(queues, takes, {("compute", u): ("gather", u) for u in order})
@@ -36,9 +36,12 @@ def _forward(chosen: Sequence[Price]) -> int:
 def _backward(chosen: Sequence[Price], last: bool) -> int:
     order = list(reversed(range(len(chosen))))
     takes = {("gather", u): chosen[u].gather_backward_ns for u in order}
-    takes |= {("compute", u): chosen[u].backward_ns for u in order}
+    takes |= {("wait", u): chosen[u].waited_ns for u in order}
+    takes |= {("compute", u): chosen[u].last_backward_ns if last else chosen[u].backward_ns for u in order}
     takes |= {("reduce", u): chosen[u].last_reduce_ns if last else chosen[u].reduce_ns for u in order}
-    queues: list[list[Task]] = [[(what, u) for u in order] for what in ("gather", "compute", "reduce")]
+    # The gather of a unit shares the channel with what the units before it have waited for.
+    channel: list[Task] = [task for u in order for task in (("gather", u), ("wait", u))]
+    queues: list[list[Task]] = [channel, *([(what, u) for u in order] for what in ("compute", "reduce"))]
     waits: dict[Task, Task] = {("compute", u): ("gather", u) for u in order}
     waits |= {("reduce", u): ("compute", u) for u in order}
     sent = sum(takes[task] for task in takes if task[0] != "compute")

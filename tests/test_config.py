@@ -163,7 +163,12 @@ def test_precision_and_optimizer() -> None:
         torch.optim.Adagrad(parameters): 1,
     }
     for optimizer, count in states.items():
-        assert job_from_config(ZERO3, 2, optimizer=optimizer).optimizer_states == count
+        job = job_from_config(ZERO3, 2, optimizer=optimizer)
+        assert (job.optimizer_states, job.optimizer_fused) == (count, False)
+    assert job_from_config(ZERO3, 2, optimizer=torch.optim.AdamW(parameters, fused=True)).optimizer_fused
+    for params, fused in (({}, True), ({"torch_adam": True}, False), ({"torch_adam": True, "fused": True}, True)):
+        section = {"type": "AdamW", "params": params}
+        assert job_from_config({**ZERO3, "optimizer": section}, 2).optimizer_fused == fused
     assert job_from_config({**ZERO3, "optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, 2).optimizer_states == 1
 
 

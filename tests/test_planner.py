@@ -120,6 +120,41 @@ def test_a_hidden_gather_costs_nothing() -> None:
     assert sharded.peak_bytes < replicated.peak_bytes
 
 
+def test_a_gather_behind_the_update_hides_behind_the_next_forward() -> None:
+    profile = a_profile([a_unit(f"u{i}", 100, tokens=100_000) for i in range(6)])
+    problem = problem_of(profile, a_cluster(latency=0.0, bandwidth=1e12), a_job(), Space(tuple(Stage)))
+    replicated, spread = (evaluate(problem, [i] * 6).step_ns for i in (0, 1))
+    assert problem.prices(0)[1].gather_first_ns > 0
+    # The first unit's is not hidden; and a rank updates a quarter of what it would.
+    assert spread - replicated < 2 * problem.prices(0)[1].gather_first_ns
+
+
+def test_nothing_is_sent_while_deepspeed_waits() -> None:
+    """A reduction that is waited for is on the channel: the gathers of backward cannot hide behind it."""
+    profile = a_profile([a_unit(f"u{i}", 100, tokens=1) for i in range(6)])
+    waits, beside = (problem_of(profile, a_cluster(blocks=blocks), a_job()) for blocks in (True, False))
+    sent = sum(p.gather_backward_ns + p.waited_ns for p in waits.chosen([1] * 6))
+    forward = sum(p.gather_forward_ns for p in waits.chosen([1] * 6))
+    assert evaluate(waits, [1] * 6).step_ns >= forward + sent
+    assert evaluate(waits, [1] * 6).step_ns >= evaluate(beside, [1] * 6).step_ns
+
+
+def test_what_runs_beside_computation_holds_it_up() -> None:
+    profile = a_profile([a_unit(f"u{i}", 100, tokens=100_000) for i in range(6)])
+    free, held = (problem_of(profile, a_cluster(share=share), a_job()) for share in (0.0, 0.5))
+    for choice in ([0] * 6, [1] * 6):
+        assert evaluate(held, choice).step_ns > evaluate(free, choice).step_ns
+    sent = free.prices(0)[1].gather_forward_ns
+    assert held.prices(0)[1].forward_ns - free.prices(0)[1].forward_ns == pytest.approx(0.5 * sent, abs=2)
+
+
+def test_torchs_optimizer_moves_more_bytes_than_a_fused_one() -> None:
+    profile = a_profile([a_unit("u", 400, 100)])
+    fused, unfused = (problem_of(profile, a_cluster(), a_job(optimizer_fused=fused)).prices(0)[0] for fused in (True, False))
+    # bf16: 42 bytes around the optimizer, and 28 or 80 in it.
+    assert unfused.update_ns / fused.update_ns == pytest.approx((42 + 80) / (42 + 28), rel=1e-3)
+
+
 def test_accumulation_makes_replicating_worth_more() -> None:
     profile = a_profile([a_unit(f"u{i}", 300) for i in range(4)])
     gain = {}
@@ -143,6 +178,7 @@ def test_resident_bytes_follow_the_table_of_stages() -> None:
     ]
     assert [p.gathered_bytes for p in problem.prices(0)] == [0, 0, 0, 2 * elements]
     assert [bool(p.gather_forward_ns) for p in problem.prices(0)] == [False, False, False, True]
+    assert [bool(p.gather_first_ns) for p in problem.prices(0)] == [False, True, True, True]
     assert [bool(p.reduce_ns) for p in problem.prices(0)] == [False, False, True, True]
     assert all(p.last_reduce_ns for p in problem.prices(0))
 
