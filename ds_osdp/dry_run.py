@@ -8,8 +8,7 @@ no data unless asked otherwise, so that a laptop can tell about a model that it 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +48,7 @@ class DryRun:
     moments: dict[str, dict[str, int]]
     """Bytes by kind where each moment needs most, whichever micro-step that is in."""
     allocator_bytes: int | None
-    """What CUDA's allocator says, its rounding included (``torch.cuda.max_memory_allocated``); None where no CUDA device ran."""
+    """What CUDA's allocator says, its rounding included (``torch.cuda.max_memory_allocated``); None where none was used."""
 
 
 def dry_run(
@@ -80,22 +79,22 @@ def dry_run(
     """
     plan.check_belongs(seams.full_shapes(model), plan.world_size)
     runner = None if real else ShapeRunner("cuda" if torch.cuda.is_available() else "cpu")
-    with _alone(plan.world_size):
-        meter = MemoryMeter(runner, _MAKERS)
-        if runner is not None:
-            model = runner.copy(model, dtype)
-            # The copy has its dtype and device.  Torch changes fake parameters by swapping them, which weak references forbid.
-            model._apply = lambda *_, **__: model  # type: ignore[method-assign,assignment]
-        meter.made([*model.parameters(), *model.buffers()])
-        with meter:
-            with seams.applying(plan):
-                engine = deepspeed.initialize(
-                    model=model, model_parameters=list(model.parameters()), config=_torch_only(ds_config)
-                )[0]
-            seams.attach(engine, plan)
-            inputs = {tensor.name: _input(tensor, runner, engine.device) for tensor in sample.cast(dtype).tensors}
-            meter.made(inputs.values(), "other")
-            return _measured(engine, plan, meter, inputs, accumulation)
+    _join_alone(plan.world_size)
+    meter = MemoryMeter(runner, _MAKERS)
+    if runner is not None:
+        model = runner.copy(model, dtype)
+        # The copy has its dtype and device.  Torch changes fake parameters by swapping them, which weak references forbid.
+        model._apply = lambda *_, **__: model  # type: ignore[method-assign]
+    meter.made([*model.parameters(), *model.buffers()])
+    with meter:
+        with seams.applying(plan):
+            engine = deepspeed.initialize(
+                model=model, model_parameters=list(model.parameters()), config=_torch_only(ds_config)
+            )[0]
+        seams.attach(engine, plan)
+        inputs = {tensor.name: _input(tensor, runner, engine.device) for tensor in sample.cast(dtype).tensors}
+        meter.made(inputs.values(), "other")
+        return _measured(engine, plan, meter, inputs, accumulation)
 
 
 def _measured(engine: Any, plan: Plan, meter: MemoryMeter, inputs: dict[str, torch.Tensor], accumulation: int) -> DryRun:
@@ -112,20 +111,19 @@ def _measured(engine: Any, plan: Plan, meter: MemoryMeter, inputs: dict[str, tor
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(engine.device)
     for _ in range(STEPS * accumulation):
-        for kind, tensors in seams.state_tensors(engine).items():
-            meter.made(tensors, kind)
         at_work.begin_forward()
         output = engine(**inputs)
         loss = output.loss if hasattr(output, "loss") else _total(output)
         del output
+        # Now, since what is kept whole arrives in forward.
+        for kind, tensors in seams.state_tensors(engine).items():
+            meter.made(tensors, kind)
         meter.end_forward()
         at_work.begin_backward()
         engine.backward(loss)
         at_work.begin_forward()
         meter.enter("optimizer step")
         engine.step()
-    for kind, tensors in seams.state_tensors(engine).items():
-        meter.made(tensors, kind)
     moments = meter.highest()
     peak = max(moments, key=lambda moment: sum(moments[moment].values()))
     return DryRun(
@@ -161,17 +159,13 @@ def _torch_only(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-@contextmanager
-def _alone(world_size: int) -> Iterator[None]:
-    """This process as rank 0 of ``world_size``, and of no others."""
-    if dist.is_initialized():
-        raise ConfigError("a dry run needs a process of its own: this one has a process group already")
-    before = dict(os.environ)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(before)
+def _join_alone(world_size: int) -> None:
+    """Make this process rank 0 of ``world_size``, and of no others."""
+    if not dist.is_initialized():
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
+        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    if (dist.get_backend(), dist.get_world_size()) != ("fake", world_size):
+        raise ConfigError(
+            f"a dry run needs a process of its own for every world size: this one is in a group of {dist.get_world_size()} "
+            f"ranks ({dist.get_backend()}) and the plan is for {world_size}"
+        )

@@ -93,11 +93,15 @@ def state_bytes(engine: Any) -> dict[str, int]:
 
     Works on any ZeRO-3 engine, planned or stock.
     """
+    if isinstance(engine.optimizer, PlannedStage3Optimizer):
+        engine.optimizer.osdp_whole.wait(engine.optimizer.osdp_whole.parameters)
     return {kind: _storage_bytes(tensors) for kind, tensors in state_tensors(engine).items() if kind != "buckets"}
 
 
 def state_tensors(engine: Any) -> dict[str, list[torch.Tensor]]:
-    """What this rank holds between steps, by kind; DeepSpeed's reduce buckets among it."""
+    """What this rank holds between steps, by kind, DeepSpeed's reduce buckets among it; of whole parameters, those that have
+    arrived.
+    """
     optimizer = engine.optimizer
     whole, accumulators = optimizer.osdp_held() if isinstance(optimizer, PlannedStage3Optimizer) else ([], [])
     masters = optimizer.fp32_partitioned_groups_flat

@@ -35,9 +35,7 @@ class UnitAtWork:
         self._began_again: list[tuple[int, int]] = []
         self._task: int | None = None
         self._running: tuple[int, int] | None = None
-        self._hooks = [
-            model.get_submodule(name).register_forward_pre_hook(self._begin(name), prepend=True) for name in units
-        ]
+        self._hooks = [model.get_submodule(name).register_forward_pre_hook(self._begin(name), prepend=True) for name in units]
 
     def begin_forward(self) -> None:
         """A new pass through the model begins."""

@@ -20,6 +20,7 @@ from ds_osdp.profile import ParameterProfile, UnitProfile, Work
 
 __all__ = ["Tracer"]
 
+
 @dataclass(slots=True)
 class _Phase:
     """What one pass through the model costs, by unit."""
@@ -72,7 +73,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def profiles(self, owned: Mapping[str, tuple[ParameterProfile, ...]]) -> Iterator[UnitProfile]:
         """What was seen, unit by unit."""
-        peaks = self.ledger.peaks_beyond_kept()
+        in_forward, in_backward = self.ledger.peaks_beyond_kept()
         for name, index in self.order.items():
             yield UnitProfile(
                 name=name,
@@ -80,7 +81,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 forward=self._forward.work(index),
                 backward=self._backward.work(index),
                 activation_bytes=self._kept[index],
-                transient_bytes=peaks[index],
+                transient_bytes=in_forward[index],
+                backward_transient_bytes=in_backward[index],
                 output_bytes=self._output_bytes[name],
                 recomputes=name in self._at_work.recomputed,
             )
@@ -119,9 +121,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger.saved(tensor)
         return tensor
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self.ledger.accumulated(parameter.grad)
+    @staticmethod
+    def _accumulated(parameter: torch.Tensor) -> None:
         parameter.grad = None  # As in DeepSpeed, which reduces it and lets it go.
 
 
