@@ -151,7 +151,8 @@ def _check(ds_config: dict[str, Any], call: dict[str, Any], world_size: int) -> 
                 f"deepspeed.initialize({name}=...) cannot be combined with {SECTION} yet: ranks that hold "
                 "different parts of the model; set osdp.enabled to false"
             )
-    return job_from_config(ds_config, world_size, optimizer=call.get("optimizer"))
+    optimizer = call.get("optimizer")
+    return job_from_config(ds_config, world_size, optimizer=None if optimizer is None else measure.optimizer_memory(optimizer))
 
 
 def _with_batch_sizes(call: dict[str, Any], ds_config: dict[str, Any], plan: Plan) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from ds_osdp.errors import ConfigError, UnsupportedError
 from ds_osdp.plan import CommunicationSizes
 
-__all__ = ["Job", "job_from_config", "refuse_unsupported"]
+__all__ = ["Job", "OptimizerMemory", "job_from_config", "refuse_unsupported"]
 
 # By our name: DeepSpeed's key in zero_optimization and its default (runtime/zero/config.py), where the JSON is silent.
 _SIZES = {
@@ -21,11 +21,27 @@ _SIZES = {
 }
 _SUB_GROUP = 1_000_000_000
 
-# fp32 optimizer states per parameter element, by DeepSpeed's and torch's optimizer names in lower case.
-_STATES = {
-    "adam": 2, "adamw": 2, "fusedadam": 2, "deepspeedcpuadam": 2, "nadam": 2, "radam": 2, "adamax": 2, "lamb": 2,
-    "fusedlamb": 2, "lion": 1, "fusedlion": 1, "adagrad": 1, "rmsprop": 1,
-}  # fmt: skip
+
+class OptimizerMemory(NamedTuple):
+    """What an optimizer holds and needs, in fp32 values per parameter element."""
+
+    states: int
+    """Kept between steps."""
+    temporaries: int
+    """Alive at once during a step, the gradient aside."""
+
+
+# By DeepSpeed's and torch's optimizer names in lower case: the kernels of the former need no temporaries; those of the latter
+# were counted (``measure.optimizer_memory``), the larger of "foreach" and one by one.  Partitions are flat, which an
+# Adafactor cannot factor.
+_OPTIMIZERS = {
+    **dict.fromkeys(("adam", "adamw", "fusedadam", "deepspeedcpuadam", "lamb", "fusedlamb"), OptimizerMemory(2, 0)),
+    **dict.fromkeys(("lion", "fusedlion"), OptimizerMemory(1, 0)),
+    **dict.fromkeys(("nadam", "radam", "adadelta"), OptimizerMemory(2, 2)),
+    **dict.fromkeys(("adagrad", "adafactor"), OptimizerMemory(1, 2)),
+    "adamax": OptimizerMemory(2, 1),
+    "rmsprop": OptimizerMemory(1, 1),
+}
 
 
 class Job(CommunicationSizes):
@@ -41,8 +57,8 @@ class Job(CommunicationSizes):
     """In which gradients are reduced."""
     optimizer_states: NonNegativeInt
     """fp32 values the optimizer keeps per parameter element: 2 for Adam."""
-    optimizer_fused: bool = True
-    """Whether an update is one pass over memory: DeepSpeed's own optimizers; torch's are a sequence of operators."""
+    optimizer_temporaries: NonNegativeInt = 0
+    """fp32 values per parameter element that the optimizer needs while it updates them."""
     sub_group_size: PositiveInt
     open_sizes: tuple[str, ...] = ()
     """Names of the communication sizes that the JSON leaves to the plan."""
@@ -63,13 +79,13 @@ class Job(CommunicationSizes):
         return None if rest else self.model_copy(update={"micro_batch": micro_batch, "accumulation": accumulation})
 
 
-def job_from_config(ds_config: Mapping[str, Any], world_size: int, *, optimizer: Any = None) -> Job:
+def job_from_config(ds_config: Mapping[str, Any], world_size: int, *, optimizer: OptimizerMemory | None = None) -> Job:
     """Read the job out of a DeepSpeed configuration.
 
     Args:
         ds_config: the whole DeepSpeed configuration, without ``"auto"`` in the keys read here.
         world_size: number of data-parallel ranks.
-        optimizer: the user's own optimizer object, if the configuration names none.
+        optimizer: measured of the user's own optimizer object, which DeepSpeed prefers to the one the configuration names.
 
     Raises:
         ConfigError: a value is missing or is no number.
@@ -81,6 +97,7 @@ def job_from_config(ds_config: Mapping[str, Any], world_size: int, *, optimizer:
     )
     accumulated = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
     micro_batch, accumulation = _batch_sizes(ds_config, world_size)
+    update = optimizer or _optimizer_memory(ds_config.get("optimizer") or {})
     return Job(
         world_size=world_size,
         micro_batch=micro_batch,
@@ -88,8 +105,8 @@ def job_from_config(ds_config: Mapping[str, Any], world_size: int, *, optimizer:
         parameter_dtype=parameter_dtype,
         gradient_dtype=_dtype(accumulated) or parameter_dtype,
         communication_dtype=_dtype(ds_config.get("communication_data_type")) or parameter_dtype,
-        optimizer_states=_optimizer_states(ds_config, optimizer),
-        optimizer_fused=_optimizer_fused(ds_config, optimizer),
+        optimizer_states=update.states,
+        optimizer_temporaries=update.temporaries,
         sub_group_size=_count(zero, "sub_group_size", _SUB_GROUP),
         open_sizes=tuple(name for name, (key, _) in _SIZES.items() if key not in zero),
         **{name: _count(zero, key, default) for name, (key, default) in _SIZES.items()},
@@ -188,22 +205,16 @@ def _batch_sizes(ds_config: Mapping[str, Any], world_size: int) -> tuple[int, in
     return micro, accumulation
 
 
-def _optimizer_states(ds_config: Mapping[str, Any], optimizer: Any) -> int:
-    section = ds_config.get("optimizer") or {}
-    name = str(section.get("type") or type(optimizer).__name__).lower()
+def _optimizer_memory(section: Mapping[str, Any]) -> OptimizerMemory:
+    name, parameters = str(section.get("type", "")).lower(), section.get("params") or {}
     if name == "sgd":
-        defaults = section.get("params") or getattr(optimizer, "defaults", {})
-        return 1 if defaults.get("momentum") else 0
+        return OptimizerMemory(
+            bool(parameters.get("momentum")), bool(parameters.get("weight_decay") or parameters.get("nesterov"))
+        )
     # Two is what Adam keeps; an optimizer that is not in the table is taken for the costliest common one.
-    return _STATES.get(name, 2)
-
-
-def _optimizer_fused(ds_config: Mapping[str, Any], optimizer: Any) -> bool:
-    """Whether the optimizer is one of DeepSpeed's, or torch's was asked for its fused form."""
-    section = ds_config.get("optimizer") or {}
-    if section:
-        parameters = section.get("params") or {}
-        # DeepSpeed has an Adam of its own and takes every other name from torch.
-        own = str(section.get("type")).lower() in ("adam", "adamw", "lamb", "lion", "onebitadam", "zerooneadam", "onebitlamb")
-        return (own and not parameters.get("torch_adam")) or bool(parameters.get("fused"))
-    return not type(optimizer).__module__.startswith("torch.") or bool(getattr(optimizer, "defaults", {}).get("fused"))
+    states, temporaries = _OPTIMIZERS.get(name, OptimizerMemory(2, 2))
+    if name in ("adam", "adamw") and parameters.get("torch_adam") and not parameters.get("fused"):
+        temporaries = 1 if parameters.get("foreach") else 2
+    return OptimizerMemory(
+        states + bool(parameters.get("amsgrad") or (name == "rmsprop" and parameters.get("momentum"))), temporaries
+    )

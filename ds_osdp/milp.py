@@ -9,7 +9,7 @@ Variables
     x_uo        1 if unit u takes option o                                      binary
     F_u         when the computation of unit u ends, in forward
     G_u, C_u, R_u   when its gather, its computation and its reduction end, in backward; for each sort of micro-step
-    S_u         bytes saved by the units before u; H_u the same for gathered parameters
+    S_u         bytes saved by the units before u; H_u, K_u, D_u the same for parameters gathered, kept, and gathered again
 
     minimise    A · F_n  +  (A - 1) · B  +  L  +  Σ_uo x_uo · update_uo                     (1)
     one option per unit                                                                  (2)
@@ -97,10 +97,13 @@ def _memory(m, problem: Instance, budget) -> None:
     n = len(problem.units)
     ends = pyo.RangeSet(0, n)
     m.ends = ends
-    m.S = pyo.Var(ends, domain=pyo.NonNegativeReals, doc="saved before unit u: activations, and gathered parameters that stay")
+    m.S = pyo.Var(ends, domain=pyo.NonNegativeReals, doc="activations saved before unit u")
+    m.K = pyo.Var(ends, domain=pyo.NonNegativeReals, doc="gathered before unit u and kept for backward")
     m.H = pyo.Var(ends, domain=pyo.NonNegativeReals, doc="gathered before unit u, whether it stays or not")
     m.D = pyo.Var(ends, domain=pyo.NonNegativeReals, doc="gathered before unit u and freed after use")
+    m.T = pyo.Var(ends, domain=pyo.NonNegativeReals, doc="scattered before unit u, as padded copies")
     m.resident = pyo.Var(domain=pyo.NonNegativeReals)
+    m.whole = pyo.Var(domain=pyo.NonNegativeReals, doc="of it, what is freed while the optimizer updates")
 
     def gathered(u):
         return _chosen(m, problem, u, "gathered_bytes", _MIB)
@@ -108,12 +111,16 @@ def _memory(m, problem: Instance, budget) -> None:
     def kept(u):
         return problem.kinds[problem.kind_of[u]].kept
 
+    def again(u):
+        return problem.kinds[problem.kind_of[u]].gathered_again
+
     @m.Constraint(ends)
     def saved(m, u):
-        if u == 0:
-            return m.S[0] == 0
-        stays = gathered(u - 1) if kept(u - 1) else 0
-        return m.S[u] == m.S[u - 1] + _chosen(m, problem, u - 1, "activation_bytes", _MIB) + stays
+        return m.S[u] == (m.S[u - 1] + _chosen(m, problem, u - 1, "activation_bytes", _MIB) if u else 0)
+
+    @m.Constraint(ends)
+    def keeps(m, u):
+        return m.K[u] == (m.K[u - 1] + (gathered(u - 1) if kept(u - 1) else 0) if u else 0)
 
     @m.Constraint(ends)
     def gathers(m, u):
@@ -121,33 +128,86 @@ def _memory(m, problem: Instance, budget) -> None:
 
     @m.Constraint(ends)
     def freed(m, u):
-        return m.D[u] == (m.D[u - 1] + (0 if kept(u - 1) else gathered(u - 1)) if u else 0)
+        return m.D[u] == (m.D[u - 1] + (gathered(u - 1) if again(u - 1) else 0) if u else 0)
+
+    @m.Constraint(ends)
+    def scattered(m, u):
+        return m.T[u] == (m.T[u - 1] + _chosen(m, problem, u - 1, "scattered_bytes", _MIB) if u else 0)
 
     @m.Constraint()
     def residents(m):
         held = pyo.quicksum(_chosen(m, problem, u, "resident_bytes", _MIB) for u in m.U)
-        return m.resident == held + problem.bucket_bytes / _MIB
+        return m.resident == held + problem.fixed_bytes / _MIB
+
+    @m.Constraint()
+    def wholes(m):
+        return m.whole == pyo.quicksum(_chosen(m, problem, u, "whole_bytes", _MIB) for u in m.U)
+
+    def within(window, sums, u):
+        return sums[int(window.end[u])] - sums[int(window.begin[u])] + float(window.bytes[u]) / _MIB
+
+    flat = problem.flat_elements[0] / problem.flat_elements[1]
+
+    def forward(u, live):
+        wholes = problem.regathered
+        beside = within(problem.live_forward.ahead, m.H, u) + flat * m.H[n]
+        beside += float(wholes.bytes[u]) / _MIB + (m.whole if wholes.end[u] else 0)
+        return m.resident + m.S[u + 1] + live + _chosen(m, problem, u, "forward_bytes", _MIB) + beside <= budget
+
+    def backward(u, live):
+        beside = within(problem.live_backward.ahead, m.D, u) + flat * m.H[n] + within(problem.staging, m.T, u)
+        if u < m.U.last():
+            beside += _chosen(m, problem, u + 1, "waiting_bytes", _MIB)
+        return m.resident + m.S[u + 1] + live + _chosen(m, problem, u, "backward_bytes", _MIB) + beside <= budget
 
     @m.Constraint(m.U, doc="(3) memory in the forward of unit u")
     def memory_forward(m, u):
-        a = problem.ahead_forward
-        ahead = m.H[int(a.end[u])] - m.H[int(a.begin[u])] + float(a.bytes[u]) / _MIB
-        return m.resident + m.S[u] + gathered(u) + _chosen(m, problem, u, "forward_bytes", _MIB) + ahead <= budget
+        return forward(u, m.K[u] + gathered(u))
 
     @m.Constraint(m.U, doc="(3) memory in the backward of unit u")
     def memory_backward(m, u):
-        a = problem.ahead_backward
-        ahead = m.D[int(a.end[u])] - m.D[int(a.begin[u])] + float(a.bytes[u]) / _MIB
-        own = _chosen(m, problem, u, "activation_bytes", _MIB) + gathered(u)
-        working = _chosen(m, problem, u, "backward_bytes", _MIB)
-        return m.resident + problem.staging_bytes / _MIB + m.S[u] + own + working + ahead <= budget
+        return backward(u, m.K[u] + (gathered(u) if kept(u) or again(u) else 0))
 
-    m.degrees = pyo.Set(initialize=_degrees(problem), ordered=True)
+    @m.Constraint(m.U, doc="(3) the same in forward, where the prefetcher fills what it may")
+    def memory_forward_full(m, u):
+        least = float(problem.live_forward.least[u]) / _MIB
+        return forward(u, least) if least else pyo.Constraint.Skip
 
-    @m.Constraint(m.degrees, doc="(3) memory while the optimizer updates what is spread over d ranks")
+    @m.Constraint(m.U, doc="(3) the same in backward, where the prefetcher fills what it may")
+    def memory_backward_full(m, u):
+        least = float(problem.live_backward.least[u]) / _MIB
+        return backward(u, least) if least else pyo.Constraint.Skip
+
+    @m.Constraint(m.U, doc="(3) memory while DeepSpeed takes the norm of the gradient of unit u")
+    def memory_norm(m, u):
+        return m.resident - m.whole + _chosen(m, problem, u, "norm_bytes", _MIB) <= budget
+
+    def updated(u, o):
+        return m.x[u, o], problem.prices(u)[o].update_bytes / _MIB, problem.options(u)[o].degree
+
+    _memory_update(m, problem, m.resident - m.whole, [updated(u, o) for u, o in m.UO], budget)
+
+
+def _memory_update(m, problem: Instance, held, updated, budget) -> None:
+    """(3), the updates: what is spread over d ranks needs the sum of its working memory, or that of a sub-group if it is less.
+
+    ``updated`` lists, for every option, how many units take it, what each adds, and its degree.
+    """
+    degrees = _degrees(problem)
+    limits = {d: problem.update_limits[d] / _MIB for d in degrees}
+    most = {d: sum(size * count.ub for count, size, degree in updated if degree == d) for d in degrees}
+    m.degrees = pyo.Set(initialize=degrees, ordered=True)
+    m.divided = pyo.Set(initialize=[d for d in degrees if most[d] > limits[d]], ordered=True)
+    m.cut = pyo.Var(m.divided, domain=pyo.Binary, doc="whether what is spread over d ranks fills more than a sub-group")
+
+    @m.Constraint(m.degrees, doc="(3) memory while the optimizer updates all that is spread over d ranks")
     def memory_update(m, d):
-        updated = (problem.prices(u)[o].update_bytes / _MIB * m.x[u, o] for u, o in m.UO if problem.options(u)[o].degree == d)
-        return m.resident + pyo.quicksum(updated) <= budget
+        together = pyo.quicksum(size * count for count, size, degree in updated if degree == d)
+        return held + together - ((most[d] - limits[d]) * m.cut[d] if d in m.divided else 0) <= budget
+
+    @m.Constraint(m.divided, doc="(3) memory while the optimizer updates a sub-group")
+    def memory_sub_group(m, d):
+        return held + limits[d] * m.cut[d] <= budget
 
 
 def _forward(m, problem: Instance, *, first: bool) -> pyo.Block:
@@ -361,17 +421,14 @@ def _total(m, problem: Instance, name: str, scale: float):
 
 def _relaxed_memory(m, problem: Instance, budget) -> None:
     """Of (3), the updates, and the backward of the last unit of every group."""
-    resident = _total(m, problem, "resident_bytes", _MIB) + problem.bucket_bytes / _MIB
-    m.degrees = pyo.Set(initialize=_degrees(problem), ordered=True)
+    resident = _total(m, problem, "resident_bytes", _MIB) + problem.fixed_bytes / _MIB
+    held = resident - _total(m, problem, "whole_bytes", _MIB)
 
-    @m.Constraint(m.degrees, doc="(3) memory while the optimizer updates what is spread over d ranks")
-    def memory_update(m, d):
-        updated = (
-            problem.kinds[m.kind[k]].prices[o].update_bytes / _MIB * m.y[k, o]
-            for k, o in m.KO
-            if problem.kinds[m.kind[k]].options[o].degree == d
-        )
-        return resident + pyo.quicksum(updated) <= budget
+    def updated(k, o):
+        kind = problem.kinds[m.kind[k]]
+        return m.y[k, o], kind.prices[o].update_bytes / _MIB, kind.options[o].degree
+
+    _memory_update(m, problem, held, [updated(k, o) for k, o in m.KO], budget)
 
     def saved(p, kept):
         return (p.activation_bytes + (p.gathered_bytes if kept else 0)) / _MIB
@@ -393,12 +450,13 @@ def _relaxed_memory(m, problem: Instance, budget) -> None:
                 all_of_it = pyo.quicksum(saved(p, kind.kept) * m.y[j, o] for o, p in enumerate(kind.prices))
                 alive += all_of_it - (len(m.members[j]) - before) * most
         own = problem.kinds[m.kind[k]].prices
-        working = [p.backward_bytes + p.activation_bytes + p.gathered_bytes for p in own]
+        used = problem.kinds[m.kind[k]].kept or problem.kinds[m.kind[k]].gathered_again
+        working = [p.backward_bytes + p.activation_bytes + (p.gathered_bytes if used else 0) for p in own]
         here = min(working) / _MIB
         if len(m.members[k]) == 1:
             here = pyo.quicksum(size / _MIB * m.y[k, o] for o, size in enumerate(working))
-        ahead = float(problem.ahead_backward.bytes[last])
-        return resident + alive + here + (problem.staging_bytes + ahead) / _MIB <= budget
+        beside = float(problem.live_backward.ahead.bytes[last] + problem.staging.bytes[last])
+        return resident + alive + here + beside / _MIB <= budget
 
 
 def _degrees(problem: Instance) -> list[int]:

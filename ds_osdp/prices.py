@@ -31,12 +31,16 @@ __all__ = [
     "reduce_bucket_bytes",
     "ring_terms",
     "work_seconds",
+    "working_bytes",
 ]
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 MASTER_BYTES = 4
 """An fp32 optimizer state or master weight."""
+
+NORM_BYTES = 8
+"""DeepSpeed takes norms in double precision."""
 
 # Torch DDP's bucket bounds: small enough that reducing starts early in backward, large enough to hide the latency.
 _LEAST_BUCKET, _MOST_DEFERRED_BUCKET = 1 << 20, 25 << 20
@@ -72,6 +76,8 @@ class Price:
     """What one option of one unit costs, per rank."""
 
     parameter_bytes: int
+    whole_bytes: int
+    """Of these, what is whole beside the rank's part, and freed while the optimizer updates it."""
     gradient_bytes: int
     state_bytes: int
     """Master weights and optimizer states."""
@@ -82,6 +88,12 @@ class Price:
     forward_bytes: int
     backward_bytes: int
     """Working tensors while it is computed; in backward also its gradient, and activations computed again."""
+    scattered_bytes: int
+    """Its share of the padded copy of a bucket that a reduce-scatter makes."""
+    waiting_bytes: int
+    """Gradients larger than a bucket: they wait for the next gradient, made by the unit before."""
+    norm_bytes: int
+    """The double-precision copy of its largest gradient, of which DeepSpeed takes the norm."""
     update_bytes: int
     """Working memory while the optimizer updates it."""
     gather_first_ns: int
@@ -173,7 +185,7 @@ def legal_options(
     )
 
 
-def price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, kept: bool) -> Price:
+def price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, gathered_again: bool) -> Price:
     """What ``option`` costs for ``unit``.
 
     Args:
@@ -181,8 +193,8 @@ def price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, kept
         option: where it is placed.
         job: batch sizes, precision, optimizer, communication sizes.
         cluster: device rates and links.
-        kept: whether DeepSpeed keeps gathered parameters from forward to backward (``stage3_max_reuse_distance`` and the
-            prefetch bucket decide it): then it gathers once per micro-step, not twice.
+        gathered_again: whether DeepSpeed frees gathered parameters after forward and gathers them again in backward (see
+            :func:`kept_until_backward`).
     """
     stage, degree = option.stage, option.degree
     links = cluster.collectives_over(degree)
@@ -203,12 +215,13 @@ def price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, kept
         else deferred_bucket_bytes(cluster, job.world_size)
     )
     # What the optimizer does not change need not be gathered behind it.
-    gathered = whole_bytes if sharded else sum(_part(p, degree) * degree * DTYPE_BYTES[p.dtype] for p in trainable)
+    changing_bytes = sum(_part(p, degree) * degree * DTYPE_BYTES[p.dtype] for p in trainable)
+    gathered = whole_bytes if sharded else changing_bytes
     calls = option.slices * _calls(gathered // option.slices, bucket)
     gather = collective_seconds("all_gather", links.all_gather, degree, gathered, calls) if degree > 1 else 0.0
     # A gathered tensor is assembled from the ranks' parts: read once, written once; and it holds up what is computed beside.
     assemble = 2 * gathered / copy + _share(links.all_gather) * gather
-    gathers_forward, gathers_backward = (1, 0 if kept else 1 + option.recompute) if sharded else (0, 0)
+    gathers_forward, gathers_backward = (1, 1 + option.recompute if gathered_again else 0) if sharded else (0, 0)
     waits, reduce, last_reduce, held_up = _reductions(option, job, cluster, links, elements * wire, held * wire)
     # A gradient is added to the accumulator (two reads, a write); a scattered one passes through two flat buffers first.
     scattered = stage in (Stage.GRADIENTS, Stage.FULLY_SHARDED)
@@ -217,20 +230,36 @@ def price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, kept
     update = held * _update_bytes_moved(job) / copy
     if updated:
         update += assemble
-    own_gradient = elements * DTYPE_BYTES[job.parameter_dtype]
     backward += (forward if option.recompute else 0.0) + gathers_backward * assemble + accumulate + waits
+    whole = not sharded and degree > 1
+    gathered_bytes = -(-whole_bytes // option.slices) if sharded else 0
+    # What is gathered together arrives in one flat tensor, from which each parameter is copied.
+    copied_bytes = gathered_bytes if len(unit.parameters) > 1 and degree > 1 else 0
+    padded = [_part(p, degree) * degree for p in trainable]
+    waiting = [p.numel for p in trainable if p.numel > job.reduce_bucket_size]
+    # The first of several waits while the others are made.
+    backward_transient = unit.backward_transient_bytes
+    if scattered and waiting:
+        backward_transient += DTYPE_BYTES[job.parameter_dtype] * (sum(waiting) - max(waiting))
+    # The padded copy of one that fills a bucket by itself comes beside it; where there is nothing to pad, it is sent as it is.
+    waiting_copies = [
+        size for p, size in zip(trainable, padded, strict=True) if p.numel > job.reduce_bucket_size and size > p.numel
+    ]
     return Price(
-        parameter_bytes=part_bytes + (0 if sharded or degree == 1 else whole_bytes),
+        parameter_bytes=part_bytes + (whole_bytes if whole else 0),
+        whole_bytes=changing_bytes if whole else 0,
         # Stage 1 accumulates whole, and DeepSpeed's buffer of this rank's part is there all the same.
-        gradient_bytes=gradient * (held + (elements if stage is Stage.OPTIMIZER_STATES else 0)),
+        gradient_bytes=gradient * (held + (sum(padded) if stage is Stage.OPTIMIZER_STATES and degree > 1 else 0)),
         # Also in fp32, where they equal the parameters: DeepSpeed means to share them, but compares a device with its name.
         state_bytes=MASTER_BYTES * (1 + job.optimizer_states) * held,
-        gathered_bytes=-(-whole_bytes // option.slices) if sharded else 0,
+        gathered_bytes=gathered_bytes,
         activation_bytes=0 if option.recompute else unit.activation_bytes,
-        forward_bytes=unit.transient_bytes,
-        backward_bytes=unit.transient_bytes + own_gradient + (unit.activation_bytes if option.recompute else 0),
-        # The fp32 copy of the gradients; torch's optimizers need one temporary of the same size beside it.
-        update_bytes=(2 * MASTER_BYTES + (gradient if gradient < MASTER_BYTES else 0)) * held,
+        forward_bytes=max(unit.transient_bytes + (unit.activation_bytes if option.recompute else 0), copied_bytes),
+        backward_bytes=max(backward_transient + (unit.activation_bytes if option.recompute else 0), copied_bytes),
+        scattered_bytes=wire * sum(padded) if scattered else 0,
+        waiting_bytes=DTYPE_BYTES[job.parameter_dtype] * sum(waiting) + wire * sum(waiting_copies) if scattered else 0,
+        norm_bytes=NORM_BYTES * max((_part(p, degree) for p in trainable), default=0),
+        update_bytes=working_bytes(job) * held,
         gather_first_ns=nanoseconds((updated or gathers_forward) * gather),
         gather_forward_ns=nanoseconds(gathers_forward * gather),
         gather_backward_ns=nanoseconds(gathers_backward * gather),
@@ -303,28 +332,41 @@ def _part(parameter: ParameterProfile, degree: int) -> int:
     return -(-parameter.numel // degree)
 
 
+def working_bytes(job: Job) -> int:
+    """Working bytes per element of an update.
+
+    DeepSpeed joins a sub-group's gradients in one tensor, copies that to fp32 if it is not, and lets the optimizer work: first
+    both tensors are alive, then the fp32 one and the optimizer's temporaries.
+    """
+    gradient = DTYPE_BYTES[job.gradient_dtype]
+    joined = gradient if gradient != MASTER_BYTES else 0
+    return MASTER_BYTES + max(joined, MASTER_BYTES * job.optimizer_temporaries)
+
+
 def _update_bytes_moved(job: Job) -> int:
     """Bytes read and written per element by DeepSpeed's step.
 
     Around the optimizer: gradients flattened to fp32 (8), their norm in double precision (20), clipping (8), and the
-    weights copied back (4 and their own size).  The optimizer, fused: gradient 4, weight 8, 8 per state.  Of single torch
-    operators: each reads its operands from memory and writes its result (AdamW: decay 8, first moment 12, second moment 20,
-    denominator 24, weight 16; momentum: 20 and the weight's 12).
+    weights copied back (4 and their own size).  The optimizer, fused (that is without temporaries): gradient 4, weight 8, 8
+    per state.  Of single torch operators: each reads its operands from memory and writes its result (AdamW: decay 8, first
+    moment 12, second moment 20, denominator 24, weight 16; momentum: 20 and the weight's 12).
     """
     around = 8 + 20 + 8 + MASTER_BYTES + DTYPE_BYTES[job.parameter_dtype]
     fused = 12 + 8 * job.optimizer_states
-    return around + (fused if job.optimizer_fused else (12, 32, 80)[min(job.optimizer_states, 2)])
+    return around + (fused if job.optimizer_temporaries == 0 else (12, 32, 80)[min(job.optimizer_states, 2)])
 
 
-def kept_until_backward(elements: Sequence[int], job: Job) -> list[bool]:
-    """Whether DeepSpeed keeps each gathered unit, of so many elements, from its forward to its backward.
+def kept_until_backward(elements: Sequence[int], works_backward: Sequence[bool], job: Job) -> list[bool]:
+    """Whether DeepSpeed keeps each gathered unit, of so many elements, from its forward to its backward, if it has one.
 
     It does when fewer than ``stage3_max_reuse_distance`` elements are used in between (each later unit twice:
-    ``PartitionedParameterCoordinator.__params_to_release``), or when the prefetcher has by then looked past the
-    backward use, which it does when the later units fit the prefetch bucket.
+    ``PartitionedParameterCoordinator.__params_to_release``), or when the prefetcher has by then looked past the backward use.
+    The prefetcher asks for another bucket at every module that is entered, also at those without parameters, and so runs
+    ahead until ``stage3_max_live_parameters`` are there.
     """
     later, kept = 0, []
-    for own in reversed(elements):
-        kept.append(2 * later < job.max_reuse_distance or later < job.prefetch_bucket_size)
+    for own, works in zip(reversed(elements), reversed(works_backward), strict=True):
+        looked_past = job.prefetch_bucket_size > 0 and later + own <= job.max_live_parameters
+        kept.append(works and (2 * later < job.max_reuse_distance or looked_past))
         later += own
     return kept[::-1]

@@ -58,7 +58,9 @@ class UnitProfile(Frozen):
     activation_bytes: NonNegativeInt = 0
     """Bytes saved by one forward of one micro-batch and alive until this unit's backward."""
     transient_bytes: NonNegativeInt = 0
-    """Most bytes of working tensors alive at once during its forward or backward, beyond what is saved."""
+    """Most bytes of working tensors alive at once during its forward, beyond what is saved."""
+    backward_transient_bytes: NonNegativeInt = 0
+    """The same during its backward; gradients are working tensors, alive until they are reduced."""
     output_bytes: NonNegativeInt = 0
     """Bytes of the tensors its forward returns, of all calls together."""
     recomputes: bool = False
@@ -89,6 +91,9 @@ class ModelProfile(Document):
     """The traced input, for people: ``input_ids int64[2, 1024]``."""
     units: tuple[UnitProfile, ...]
 
+    buffer_bytes: NonNegativeInt = 0
+    """Bytes of buffers, which every rank holds whole."""
+
     @property
     def parameters(self) -> tuple[ParameterProfile, ...]:
         """All parameters, in the order of their units."""
@@ -106,5 +111,5 @@ def _anonymous(unit: UnitProfile) -> object:
     return (
         tuple((p.shape, p.dtype, p.trainable) for p in unit.parameters),
         *((work.flops, work.bytes_moved, work.seconds) for work in (unit.forward, unit.backward)),
-        *(unit.activation_bytes, unit.transient_bytes, unit.recomputable, unit.split_rows),
+        *(unit.activation_bytes, unit.transient_bytes, unit.backward_transient_bytes, unit.recomputable, unit.split_rows),
     )

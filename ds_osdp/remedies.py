@@ -10,7 +10,7 @@ from ds_osdp.config import SolverConfig
 from ds_osdp.job import Job
 from ds_osdp.plan import Stage
 from ds_osdp.prices import Space
-from ds_osdp.profile import ModelProfile, Work
+from ds_osdp.profile import DTYPE_BYTES, ModelProfile, UnitProfile, Work
 from ds_osdp.quantities import format_bytes
 from ds_osdp.solve import leanest
 from ds_osdp.step import evaluate, priced
@@ -85,6 +85,10 @@ def with_micro_batch(profile: ModelProfile, micro_batch: int) -> ModelProfile:
     def scaled(size: int) -> int:
         return -(-size * micro_batch // profile.micro_batch)
 
+    def scaled_beside_gradients(unit: UnitProfile) -> int:
+        gradients = sum(p.numel * DTYPE_BYTES[p.dtype] for p in unit.parameters if p.trainable)
+        return gradients + scaled(max(0, unit.backward_transient_bytes - gradients))
+
     def work(work: Work) -> Work:
         seconds = None if work.seconds is None else work.seconds * micro_batch / profile.micro_batch
         return Work(flops=scaled(work.flops), bytes_moved=scaled(work.bytes_moved), seconds=seconds)
@@ -94,6 +98,7 @@ def with_micro_batch(profile: ModelProfile, micro_batch: int) -> ModelProfile:
             update={
                 "activation_bytes": scaled(unit.activation_bytes),
                 "transient_bytes": scaled(unit.transient_bytes),
+                "backward_transient_bytes": scaled_beside_gradients(unit),
                 "output_bytes": scaled(unit.output_bytes),
                 "forward": work(unit.forward),
                 "backward": work(unit.backward),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_osdp.cluster import Cluster
 from ds_osdp.job import Job
 from ds_osdp.prices import kept_until_backward, reduce_bucket_bytes
-from ds_osdp.profile import DTYPE_BYTES, ModelProfile
+from ds_osdp.profile import DTYPE_BYTES, ModelProfile, Work
 
 __all__ = ["jobs_by_sizes"]
 
@@ -18,6 +18,7 @@ def jobs_by_sizes(profile: ModelProfile, cluster: Cluster, job: Job) -> tuple[Jo
     from forward to backward trades memory for a gather: both are solved, where it makes a difference.
     """
     elements = [unit.numel for unit in profile.units]
+    works_backward = [unit.backward != Work() for unit in profile.units]
     wire = DTYPE_BYTES[job.communication_dtype]
     rules = {
         "reduce_bucket_size": min(job.reduce_bucket_size, reduce_bucket_bytes(cluster, job.world_size) // wire),
@@ -27,4 +28,8 @@ def jobs_by_sizes(profile: ModelProfile, cluster: Cluster, job: Job) -> tuple[Jo
     if "max_reuse_distance" not in job.open_sizes:
         return (ruled,)
     freed = ruled.model_copy(update={"max_reuse_distance": 0})
-    return (ruled, freed) if kept_until_backward(elements, ruled) != kept_until_backward(elements, freed) else (ruled,)
+    if "max_live_parameters" in job.open_sizes:
+        # Else the prefetcher looks past the backward use of all that fits, and keeps it.
+        freed = freed.model_copy(update={"max_live_parameters": min(job.max_live_parameters, 2 * max(elements, default=0))})
+    kept, kept_if_freed = (kept_until_backward(elements, works_backward, sized) for sized in (ruled, freed))
+    return (ruled, freed) if kept != kept_if_freed else (ruled,)

@@ -17,10 +17,19 @@ from ds_osdp.cluster import Cluster
 from ds_osdp.errors import PlanMismatchError
 from ds_osdp.job import Job
 from ds_osdp.plan import Stage
-from ds_osdp.prices import Option, Price, Space, kept_until_backward, legal_options, price
-from ds_osdp.profile import DTYPE_BYTES, ModelProfile
+from ds_osdp.prices import (
+    Option,
+    Price,
+    Space,
+    deferred_bucket_bytes,
+    kept_until_backward,
+    legal_options,
+    price,
+    working_bytes,
+)
+from ds_osdp.profile import DTYPE_BYTES, ModelProfile, Work
 
-__all__ = ["Ahead", "Instance", "Kind", "Totals", "evaluate", "memory", "priced"]
+__all__ = ["Instance", "Kind", "Live", "Moment", "Totals", "Window", "evaluate", "memory", "priced", "timeline"]
 
 Integers = npt.NDArray[np.int64]
 Column = Callable[[str], Integers]
@@ -34,18 +43,30 @@ class Kind:
     prices: tuple[Price, ...]
     kept: bool
     """Whether its gathered parameters stay from forward to backward."""
+    gathered_again: bool
+    """Whether they are freed after forward and gathered again for backward."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """What the prefetcher may hold beside each unit at work: the gathered units from ``begin`` to ``end``, or a bound.
+class Window:
+    """What is there beside each unit at work because of others: a price of the units from ``begin`` to ``end``, and a constant.
 
-    Which units it holds depends on the plan; either bounds it from above and is linear in the plan.
+    Which units they are depends on the plan; this bounds them from above and is linear in the plan.
     """
 
     begin: Integers
     end: Integers
     bytes: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Gathered parameters beside each unit at work: what is kept, what the prefetcher holds, and its own."""
+
+    ahead: Window
+    """What the prefetcher holds."""
+    least: Integers
+    """All together are no less than this where the prefetcher fills what ``stage3_max_live_parameters`` leaves free; else 0."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +78,19 @@ class Instance:
     kinds: tuple[Kind, ...]
     kind_of: tuple[int, ...]
     """Per unit."""
-    ahead_forward: Ahead
-    ahead_backward: Ahead
-    bucket_bytes: int
-    """DeepSpeed's reduce bucket, allocated whole at start."""
-    staging_bytes: int
-    """The padded copy of the bucket that a reduce-scatter makes."""
+    live_forward: Live
+    live_backward: Live
+    """Its prefetcher holds what is not kept from forward."""
+    regathered: Window
+    """In forward, the flat tensors in which what is kept whole was gathered behind the step before."""
+    flat_elements: tuple[int, int]
+    """Of all elements, so many that are gathered together: the flat tensor they arrive in lives until the last is used."""
+    staging: Window
+    """In backward, the padded copy of the bucket that a reduce-scatter makes."""
+    fixed_bytes: int
+    """Held all the time whatever the plan: DeepSpeed's reduce bucket, allocated whole at start, and the model's buffers."""
+    update_limits: dict[int, int]
+    """By degree, the most that the optimizer needs for what is spread over so many ranks: a sub-group at a time."""
     accumulation: int
     samples_per_step: int
 
@@ -89,7 +117,11 @@ class Instance:
         names = [*Price.__dataclass_fields__, "resident_bytes"]
         prices = {name: column([[getattr(p, name) for p in kind.prices] for kind in self.kinds]) for name in names}
         degrees = column([[option.degree for option in kind.options] for kind in self.kinds])
-        return {**prices, "degree": degrees, "kept": column([[int(kind.kept)] * len(kind.options) for kind in self.kinds])}
+        flags = {
+            flag: column([[int(getattr(kind, flag))] * len(kind.options) for kind in self.kinds])
+            for flag in ("kept", "gathered_again")
+        }
+        return {**prices, **flags, "degree": degrees}
 
     def options(self, unit: int) -> tuple[Option, ...]:
         """Of the unit with that index."""
@@ -142,7 +174,8 @@ def priced(
     sorts = max(sort_of, default=-1) + 1
     first = {sort: u for u, sort in reversed(list(enumerate(sort_of)))}
     elements = np.array([units[first[sort]].numel for sort in range(sorts)])[sort_of]
-    kept = kept_until_backward(elements.tolist(), job)
+    works_backward = [units[first[sort]].backward != Work() for sort in sort_of]
+    kept = kept_until_backward(elements.tolist(), works_backward, job)
     kinds: dict[tuple[int, bool, Stage | None], int] = {}
     pinned = pins if pins is not None else [None] * len(units)
     kind_of = [kinds.setdefault(key, len(kinds)) for key in zip(sort_of, kept, pinned, strict=True)]
@@ -150,20 +183,25 @@ def priced(
     for sort, keep, pin in kinds:
         unit = units[first[sort]]
         options = legal_options(unit, job, cluster, space, pin)
-        made.append(Kind(options, tuple(price(unit, option, job, cluster, kept=keep) for option in options), keep))
-    shards = any(option.stage >= Stage.GRADIENTS for kind in made for option in kind.options)
+        again = not keep and unit.backward != Work()
+        prices = tuple(price(unit, option, job, cluster, gathered_again=again) for option in options)
+        made.append(Kind(options, prices, keep, again))
     trainable = np.array([sum(p.numel for p in units[first[s]].parameters if p.trainable) for s in range(sorts)])
     wire = DTYPE_BYTES[job.communication_dtype]
     largest = max((p.numel for u in first.values() for p in units[u].parameters), default=0)
-    ahead_forward, ahead_backward = _ahead(elements, largest, job)
+    live_forward, live_backward = _live(elements, largest, job)
+    regathered = _regathered(elements, deferred_bucket_bytes(cluster, job.world_size), job)
     return Instance(
         units=tuple(unit.name for unit in units),
         kinds=tuple(made),
         kind_of=tuple(kind_of),
-        ahead_forward=ahead_forward,
-        ahead_backward=ahead_backward,
-        bucket_bytes=job.reduce_bucket_size * wire,
-        staging_bytes=min(job.reduce_bucket_size, int(trainable[sort_of].sum())) * wire if shards else 0,
+        live_forward=live_forward,
+        live_backward=live_backward,
+        regathered=regathered,
+        flat_elements=(min(job.prefetch_bucket_size, int(elements.sum())), max(1, int(elements.sum()))),
+        staging=_staging(trainable[sort_of], job),
+        fixed_bytes=job.reduce_bucket_size * wire + profile.buffer_bytes,
+        update_limits=_update_limits(made, largest, job),
         accumulation=job.accumulation,
         samples_per_step=job.micro_batch * job.accumulation * job.world_size,
     )
@@ -172,27 +210,50 @@ def priced(
 def evaluate(problem: Instance, choice: Sequence[int]) -> Totals:
     """Add up one choice of an option index per unit, in exact integers: equations (1) to (6) of docs/model.md."""
     column = _columns(problem, choice)
-    n = len(problem.units)
     first = _forward_ns(column, "gather_first_ns")
     forward = _forward_ns(column, "gather_forward_ns")
     last = _backward_ns(column, "last_backward_ns", "last_reduce_ns")
     between = _backward_ns(column, "backward_ns", "reduce_ns")
     more = problem.accumulation - 1
-    sizes, degrees = _moments(problem, column)
+    moments = _moments(problem, column)
+    sizes = np.sum(list(moments.kinds.values()), axis=0)
     peak = int(np.argmax(sizes))
     return Totals(
         step_ns=first + more * (forward + between) + last + int(column("update_ns").sum()),
         resident_bytes=int(column("resident_bytes").sum()),
         peak_bytes=int(sizes[peak]),
-        peak_moment=_moment_name(problem, peak) if peak < 2 * n else _update_name(degrees[peak - 2 * n]),
+        peak_moment=_moment_name(problem, moments.degrees, peak),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One moment of a step."""
+
+    name: str
+    """Such as ``backward of 'lm_head'``."""
+    bytes: dict[str, int]
+    """By kind: parameters, gradients, optimizer_states, activations, gathered, buckets, other."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All kinds."""
+        return sum(self.bytes.values())
+
+
+def timeline(problem: Instance, choice: Sequence[int]) -> tuple[Moment, ...]:
+    """Bytes per rank by kind at every moment of the step, in order: the left sides of equation (3)."""
+    moments = _moments(problem, _columns(problem, choice))
+    rows = zip(*(sizes.tolist() for sizes in moments.kinds.values()), strict=True)
+    return tuple(
+        Moment(_moment_name(problem, moments.degrees, i), dict(zip(moments.kinds, row, strict=True)))
+        for i, row in enumerate(rows)
     )
 
 
 def memory(problem: Instance, choice: Sequence[int]) -> dict[str, int]:
-    """Bytes per rank at every moment of the step, in order: the left sides of equation (3)."""
-    sizes, degrees = _moments(problem, _columns(problem, choice))
-    names = [_moment_name(problem, i) for i in range(2 * len(problem.units))] + [_update_name(d) for d in degrees]
-    return dict(zip(names, sizes.tolist(), strict=True))
+    """Bytes per rank at every moment of the step, in order."""
+    return {moment.name: moment.total_bytes for moment in timeline(problem, choice)}
 
 
 def _columns(problem: Instance, choice: Sequence[int]) -> Column:
@@ -206,31 +267,71 @@ def _columns(problem: Instance, choice: Sequence[int]) -> Column:
     return column
 
 
-def _moments(problem: Instance, column: Column) -> tuple[Integers, list[int]]:
-    """Bytes at every moment: the forward of each unit, the backward of each in reverse, the update of each degree."""
-    kept = column("kept")
-    gathered, saved = column("gathered_bytes"), column("activation_bytes")
-    held = int(column("resident_bytes").sum()) + problem.bucket_bytes
-    alive = _sums(saved + kept * gathered)[:-1]
-    every, freed = _sums(gathered), _sums((1 - kept) * gathered)
-    a, b = problem.ahead_forward, problem.ahead_backward
-    forward = held + alive + gathered + column("forward_bytes") + every[a.end] - every[a.begin] + a.bytes
-    backward = held + problem.staging_bytes + alive + saved + gathered + column("backward_bytes")
-    backward += freed[b.end] - freed[b.begin] + b.bytes
-    degree = column("degree")
-    degrees = sorted(set(degree.tolist()))
-    # DeepSpeed updates one partition group after the other.
-    updates = [held + int(column("update_bytes")[degree == d].sum()) for d in degrees]
-    return np.concatenate([forward, backward[::-1], updates]), degrees
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """The forward of each unit, the backward of each in reverse, the update of each degree."""
+
+    kinds: dict[str, Integers]
+    degrees: list[int]
 
 
-def _moment_name(problem: Instance, index: int) -> str:
+def _moments(problem: Instance, column: Column) -> _Moments:
+    """Equation (3), by kind."""
     n = len(problem.units)
+    kept, degree = column("kept"), column("degree")
+    gathered, saved, whole = column("gathered_bytes"), column("activation_bytes"), column("whole_bytes")
+    saved_before, kept_before = _sums(saved)[:-1], _sums(kept * gathered)[:-1]
+    again = column("gathered_again") * gathered
+    # Rounded up: what the solver's model takes for fitting must fit.
+    flat = -(-int(gathered.sum()) * problem.flat_elements[0] // problem.flat_elements[1])
+    # What waits for the next gradient was left by the unit behind.
+    waiting = np.append(column("waiting_bytes")[1:], 0)
+    degrees = sorted(set(degree.tolist()))
+    updates = [_update_bytes(problem, column, degree == d, d) for d in degrees]
+
+    def moments(forward: Integers, backward: Integers, update: Sequence[int] | int = 0) -> Integers:
+        return np.concatenate([forward, backward[::-1], np.broadcast_to(update, len(degrees))])
+
+    def always(size: int) -> Integers:
+        return np.full(2 * n + len(degrees), size, dtype=np.int64)
+
+    nothing = np.zeros(n, dtype=np.int64)
+    in_forward = _alive(problem.live_forward, kept_before + gathered, gathered) + _within(problem.regathered, whole) + flat
+    in_backward = _alive(problem.live_backward, kept_before + kept * gathered + again, again) + flat
+    kinds = {
+        "parameters": always(int(column("parameter_bytes").sum())) - moments(nothing, nothing, int(whole.sum())),
+        "gradients": always(int(column("gradient_bytes").sum())),
+        "optimizer_states": always(int(column("state_bytes").sum())),
+        "activations": moments(saved_before + saved, saved_before + saved),
+        "gathered": moments(in_forward, in_backward),
+        "buckets": always(problem.fixed_bytes)
+        + moments(nothing, _within(problem.staging, column("scattered_bytes")) + waiting),
+        "other": moments(column("forward_bytes"), column("backward_bytes"), updates),
+    }
+    return _Moments(kinds, degrees)
+
+
+def _update_bytes(problem: Instance, column: Column, members: npt.NDArray[np.bool_], degree: int) -> int:
+    """DeepSpeed takes all norms, then updates one sub-group after the other, of one degree each."""
+    together = min(int(column("update_bytes")[members].sum()), problem.update_limits[degree])
+    return max(together, int(column("norm_bytes")[members].max()))
+
+
+def _within(window: Window, sizes: Integers) -> Integers:
+    before = _sums(sizes)
+    within: Integers = before[window.end] - before[window.begin] + window.bytes
+    return within
+
+
+def _alive(live: Live, used: Integers, prefetched: Integers) -> Integers:
+    return np.maximum(used, live.least) + _within(live.ahead, prefetched)
+
+
+def _moment_name(problem: Instance, degrees: Sequence[int], index: int) -> str:
+    n = len(problem.units)
+    if index >= 2 * n:
+        return f"optimizer step of units spread over {degrees[index - 2 * n]}"
     return f"forward of {problem.units[index]!r}" if index < n else f"backward of {problem.units[2 * n - 1 - index]!r}"
-
-
-def _update_name(degree: int) -> str:
-    return f"optimizer step of units spread over {degree}"
 
 
 def _forward_ns(column: Column, gather: str) -> int:
@@ -255,22 +356,51 @@ def _behind(ready: Integers, takes: Integers) -> Integers:
     return done + np.maximum.accumulate(ready - (done - takes))
 
 
-def _ahead(elements: Integers, largest: int, job: Job) -> tuple[Ahead, Ahead]:
-    """What the prefetcher may hold, per unit, in forward (the units behind it) and in backward (the units before it).
+def _window(listed: npt.NDArray[np.bool_], begin: Integers, end: Integers, bound: int) -> Window:
+    """The units from ``begin`` to ``end`` where ``listed``; elsewhere, where there are any, the bound."""
+    return Window(begin * listed, end * listed, bound * ((begin < end) & ~listed))
 
-    It stops once it has asked for ``stage3_prefetch_bucket_size`` elements, the last parameter whole.
+
+def _live(elements: Integers, largest: int, job: Job) -> tuple[Live, Live]:
+    """What the prefetcher adds, per unit, in forward (the units behind it) and in backward (the units before it).
+
+    It stops once ``stage3_max_live_parameters`` elements are there, the last parameter whole.
     """
-    n, bucket = len(elements), job.prefetch_bucket_size
-    before = _sums(elements)
-    bound = (bucket + largest) * DTYPE_BYTES[job.parameter_dtype]
+    n, limit = len(elements), job.max_live_parameters
+    before, width = _sums(elements), DTYPE_BYTES[job.parameter_dtype]
+    units, none = np.arange(n), np.zeros(n, dtype=np.int64)
 
-    def ahead(begin: Integers, end: Integers) -> Ahead:
-        some = (begin < end) & (bucket > 0)
-        listed = some & (before[end] - before[begin] <= bucket)
-        return Ahead(begin * listed, end * listed, bound * (some & ~listed))
+    def live(all_fit: npt.NDArray[np.bool_], begin: Integers, end: Integers) -> Live:
+        if job.prefetch_bucket_size == 0:
+            return Live(Window(none, none, none), none)
+        ahead = _window(all_fit, begin, end, largest * width)
+        return Live(ahead, limit * width * (ahead.bytes > 0))
 
-    units = np.arange(n)
-    return ahead(units + 1, np.full(n, n)), ahead(np.zeros(n, dtype=np.int64), units)
+    in_forward = live(before[n] - before[units] <= limit, units + 1, np.full(n, n))
+    return in_forward, live(before[units + 1] <= limit, none, units)
+
+
+def _regathered(elements: Integers, bucket_bytes: int, job: Job) -> Window:
+    """What the gathers behind a step hold in the next forward: of the buckets whose last parameter is still to be used, the
+    flat tensors that the parameters were copied from.
+    """
+    n = len(elements)
+    listed = np.full(n, int(elements.sum()) * DTYPE_BYTES[job.parameter_dtype] <= bucket_bytes)
+    return _window(listed, np.zeros(n, dtype=np.int64), np.append(np.full(n - 1, n), 0), bucket_bytes)
+
+
+def _staging(trainable: Integers, job: Job) -> Window:
+    """A bucket is copied when it is full, or when all of backward is done: it holds gradients of units behind."""
+    n, before = len(trainable), _sums(trainable)
+    behind = before[n] - before[np.arange(n) + 1]
+    bound = job.reduce_bucket_size * DTYPE_BYTES[job.communication_dtype]
+    return _window(behind <= job.reduce_bucket_size, np.arange(n) + 1, np.full(n, n), bound)
+
+
+def _update_limits(kinds: Sequence[Kind], largest: int, job: Job) -> dict[int, int]:
+    """A sub-group ends with the parameter that fills it, ``sub_group_size`` elements of a rank's part."""
+    degrees = {option.degree for kind in kinds for option in kind.options}
+    return {d: (job.sub_group_size + -(-largest // d)) * working_bytes(job) for d in degrees}
 
 
 def _sums(values: Integers) -> Integers:

@@ -32,6 +32,7 @@ def a_job(**changes: object) -> Job:
         "gradient_dtype": "bfloat16",
         "communication_dtype": "bfloat16",
         "optimizer_states": 2,
+        "optimizer_temporaries": 1,
         "reduce_bucket_size": 10_000,
         "prefetch_bucket_size": 0,
         "max_live_parameters": 10**9,
@@ -61,6 +62,7 @@ def a_unit(
         backward=Work(flops=2 * flops, bytes_moved=tokens * rows),
         activation_bytes=2 * tokens * columns,
         transient_bytes=2 * tokens * rows,
+        backward_transient_bytes=2 * tokens * (rows + columns),
         recomputable=recomputable,
         split_rows=split_rows,
     )

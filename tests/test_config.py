@@ -10,6 +10,7 @@ import torch
 from ds_osdp.config import find_section
 from ds_osdp.errors import ConfigError, UnsupportedError
 from ds_osdp.job import job_from_config, refuse_unsupported
+from ds_osdp.measure import optimizer_memory
 from ds_osdp.plan import Stage
 
 
@@ -156,19 +157,18 @@ def test_precision_and_optimizer() -> None:
     job = job_from_config({**ZERO3, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, 2)
     assert (job.parameter_dtype, job.gradient_dtype, job.communication_dtype) == ("bfloat16", "float32", "bfloat16")
     parameters = [torch.nn.Parameter(torch.zeros(1))]
-    states = {
-        torch.optim.AdamW(parameters): 2,
-        torch.optim.SGD(parameters, lr=1.0): 0,
-        torch.optim.SGD(parameters, lr=1.0, momentum=0.9): 1,
-        torch.optim.Adagrad(parameters): 1,
+    read = {
+        torch.optim.AdamW(parameters): (2, 2),
+        torch.optim.AdamW(parameters, amsgrad=True, fused=True): (3, 0),
+        torch.optim.SGD(parameters, lr=1.0): (0, 0),
+        torch.optim.SGD(parameters, lr=1.0, momentum=0.9): (1, 0),
+        torch.optim.Adagrad(parameters): (1, 1),
+        torch.optim.Adafactor: (1, 2),
     }
-    for optimizer, count in states.items():
-        job = job_from_config(ZERO3, 2, optimizer=optimizer)
-        assert (job.optimizer_states, job.optimizer_fused) == (count, False)
-    assert job_from_config(ZERO3, 2, optimizer=torch.optim.AdamW(parameters, fused=True)).optimizer_fused
-    for params, fused in (({}, True), ({"torch_adam": True}, False), ({"torch_adam": True, "fused": True}, True)):
-        section = {"type": "AdamW", "params": params}
-        assert job_from_config({**ZERO3, "optimizer": section}, 2).optimizer_fused == fused
+    for optimizer, memory in read.items():
+        assert optimizer_memory(optimizer) == memory
+        job = job_from_config({**ZERO3, "optimizer": {"type": "Lion"}}, 2, optimizer=optimizer_memory(optimizer))
+        assert (job.optimizer_states, job.optimizer_temporaries) == memory
     assert job_from_config({**ZERO3, "optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, 2).optimizer_states == 1
 
 

@@ -52,8 +52,10 @@ def test_engines_show_what_the_plain_module_shows() -> None:
         assert seconds(profile) == EXPECTED  # though fetches, releases and reductions took a thousand seconds each
         assert profile.model_copy(update={"units": ()}) == expected.model_copy(update={"units": ()})
         for unit, alike in zip(profile.units, expected.units, strict=True):
-            assert unit.model_copy(update={"transient_bytes": 0}) == alike.model_copy(update={"transient_bytes": 0})
-            assert unit.transient_bytes == pytest.approx(alike.transient_bytes, abs=4)  # the loss, divided
+            transient = {"transient_bytes": 0, "backward_transient_bytes": 0}
+            assert unit.model_copy(update=transient) == alike.model_copy(update=transient)
+            assert unit.transient_bytes == alike.transient_bytes
+            assert unit.backward_transient_bytes == pytest.approx(alike.backward_transient_bytes, abs=4)  # the loss, divided
         assert hooks_left == 0
         assert losses == pytest.approx(unobserved_losses, rel=0 if kind == "stock" else 1e-5)
 
@@ -83,9 +85,10 @@ def test_a_hugging_face_model_shows_what_its_trace_says(kind: str) -> None:
         assert 0 <= unit.activation_bytes - expected.activation_bytes <= 4
         # What a node of the graph frees before it ends is not seen, but where it matters.
         assert unit.transient_bytes <= expected.transient_bytes + 16
+        assert unit.backward_transient_bytes <= expected.backward_transient_bytes + 16
         kept += expected.activation_bytes
-        measured_peak = max(measured_peak, kept + unit.transient_bytes)
-        traced_peak = max(traced_peak, kept + expected.transient_bytes)
+        measured_peak = max(measured_peak, kept + unit.transient_bytes, kept + unit.backward_transient_bytes)
+        traced_peak = max(traced_peak, kept + expected.transient_bytes, kept + expected.backward_transient_bytes)
         if expected.forward != Work():
             assert unit.forward.seconds
             assert unit.backward.seconds

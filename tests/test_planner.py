@@ -150,7 +150,7 @@ def test_what_runs_beside_computation_holds_it_up() -> None:
 
 def test_torchs_optimizer_moves_more_bytes_than_a_fused_one() -> None:
     profile = a_profile([a_unit("u", 400, 100)])
-    fused, unfused = (problem_of(profile, a_cluster(), a_job(optimizer_fused=fused)).prices(0)[0] for fused in (True, False))
+    fused, unfused = (problem_of(profile, a_cluster(), a_job(optimizer_temporaries=n)).prices(0)[0] for n in (0, 2))
     # bf16: 42 bytes around the optimizer, and 28 or 80 in it.
     assert unfused.update_ns / fused.update_ns == pytest.approx((42 + 80) / (42 + 28), rel=1e-3)
 

@@ -1,6 +1,7 @@
 """The command line, ``ds-osdp``: one module a verb.
 
-Exit status: 0 done; 2 bad input; 3 no plan fits (``plan``) or DeepSpeed does not fit this package (``check``).
+Exit status: 0 done; 2 bad input; 3 no plan fits (``plan``, ``dry-run``) or DeepSpeed does not fit this package
+(``check``).
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_osdp.cli import calibrate, check, plan
+from ds_osdp.cli import calibrate, check, dry_run, plan
 from ds_osdp.cli.output import EXIT_BAD_INPUT, EXIT_INFEASIBLE, print_json
 from ds_osdp.errors import InfeasiblePlanError, OsdpError
 
 __all__ = ["main"]
 
-_VERBS = (plan, calibrate, check)
+_VERBS = (plan, calibrate, dry_run, check)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,8 @@ from ds_osdp.job import Job, job_from_config, refuse_unsupported
 from ds_osdp.quantities import parse_bytes
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ds_osdp.profile import ModelProfile
 
 __all__ = ["Inputs", "add_inputs", "positive", "read_inputs"]
@@ -34,6 +36,10 @@ class Inputs:
     """To choose from; empty if the job's is given."""
     profile_of: Callable[[Job], ModelProfile]
     """Traces the model with a job's micro-batch."""
+    ds_config: dict[str, Any]
+    """The DeepSpeed JSON, with what the arguments change in it."""
+    model: nn.Module
+    """On the meta device."""
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +82,9 @@ def read_inputs(arguments: argparse.Namespace) -> Inputs:
     def profile_of(job: Job) -> ModelProfile:
         return measure.profile_for(section, model, job, arguments.sequence_length)
 
-    return Inputs(section, cluster, job, budget, () if arguments.micro_batch else section.micro_batch, profile_of)
+    return Inputs(
+        section, cluster, job, budget, () if arguments.micro_batch else section.micro_batch, profile_of, ds_config, model
+    )
 
 
 def _read_config(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,6 +1,15 @@
 """The one door to DeepSpeed: every private name this package uses is behind it."""
 
-from ds_osdp.deepspeed_seams.engine import PlannedEngine, applying, attach, install, installed, state_bytes, uninstall
+from ds_osdp.deepspeed_seams.engine import (
+    PlannedEngine,
+    applying,
+    attach,
+    install,
+    installed,
+    state_bytes,
+    state_tensors,
+    uninstall,
+)
 from ds_osdp.deepspeed_seams.placement import full_shapes
 from ds_osdp.deepspeed_seams.ranks import (
     broadcast_from_rank_zero,
@@ -33,5 +42,6 @@ __all__ = [
     "read_config",
     "same_on_every_rank",
     "state_bytes",
+    "state_tensors",
     "uninstall",
 ]

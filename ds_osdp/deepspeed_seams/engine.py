@@ -25,7 +25,7 @@ from ds_osdp.plan import Plan
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PlannedEngine", "applying", "attach", "install", "installed", "state_bytes", "uninstall"]
+__all__ = ["PlannedEngine", "applying", "attach", "install", "installed", "state_bytes", "state_tensors", "uninstall"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,24 @@ def state_bytes(engine: Any) -> dict[str, int]:
 
     Works on any ZeRO-3 engine, planned or stock.
     """
+    if isinstance(engine.optimizer, PlannedStage3Optimizer):
+        engine.optimizer.osdp_whole.wait(engine.optimizer.osdp_whole.parameters)
+    return {kind: _storage_bytes(tensors) for kind, tensors in state_tensors(engine).items() if kind != "buckets"}
+
+
+def state_tensors(engine: Any) -> dict[str, list[torch.Tensor]]:
+    """What this rank holds between steps, by kind, DeepSpeed's reduce buckets among it; of whole parameters, those that have
+    arrived.
+    """
     optimizer = engine.optimizer
     whole, accumulators = optimizer.osdp_held() if isinstance(optimizer, PlannedStage3Optimizer) else ([], [])
     masters = optimizer.fp32_partitioned_groups_flat
     states = [v for m in masters for v in optimizer.optimizer.state[m].values() if torch.is_tensor(v)]
     return {
-        "parameters": _storage_bytes([*(p.ds_tensor for p in engine.module.parameters()), *whole]),
-        "gradients": _storage_bytes([optimizer.grad_partitions_flat_buffer, *accumulators]),
-        "optimizer_states": _storage_bytes([*masters, *states]),
+        "parameters": [*(p.ds_tensor for p in engine.module.parameters()), *whole],
+        "gradients": [optimizer.grad_partitions_flat_buffer, *accumulators],
+        "optimizer_states": [*masters, *states],
+        "buckets": [bucket.buffer for bucket in optimizer.ipg_buckets.values() if bucket.buffer is not None],
     }
 
 

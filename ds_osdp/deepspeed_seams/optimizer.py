@@ -204,7 +204,6 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     def osdp_held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What is held beside DeepSpeed's own buffers: whole parameters, and accumulators of gradients."""
-        self.osdp_whole.wait(self.osdp_whole.parameters)
         return [p.data for p in self.osdp_whole.parameters], self._osdp_reducer.buffers if self._osdp_reducer else []
 
     # -- checkpoints: what is saved is what stock ZeRO-3 saves

@@ -12,7 +12,7 @@ from ds_osdp.measure.sample import Sample, sample_for
 from ds_osdp.measure.trace import profile_model
 from ds_osdp.profile import ModelProfile
 
-__all__ = ["profile_for"]
+__all__ = ["profile_for", "sample_of"]
 
 
 def profile_for(section: OsdpConfig, model: nn.Module, job: Job, sequence_length: int | None = None) -> ModelProfile:
@@ -28,14 +28,23 @@ def profile_for(section: OsdpConfig, model: nn.Module, job: Job, sequence_length
         ConfigError: neither the section nor the model says what the model takes.
         ProfileError: the model cannot be traced.
     """
-    sample = (
-        Sample.from_config(section.input, job.micro_batch)
-        if section.input is not None
-        else sample_for(model, job.micro_batch, sequence_length)
+    return profile_model(
+        model, sample_of(section, model, job.micro_batch, sequence_length), dtype=getattr(torch, job.parameter_dtype)
     )
+
+
+def sample_of(section: OsdpConfig, model: nn.Module, micro_batch: int, sequence_length: int | None = None) -> Sample:
+    """The input of one micro-step of ``micro_batch`` samples, as the section describes it or the model tells.
+
+    Raises:
+        ConfigError: neither does.
+    """
+    if section.input is not None:
+        return Sample.from_config(section.input, micro_batch)
+    sample = sample_for(model, micro_batch, sequence_length)
     if sample is None:
         raise ConfigError(
             f"{type(model).__name__} cannot tell what it takes as input: describe one sample in {SECTION}.input, such as "
             '{"input_ids": {"shape": [1024], "dtype": "int64"}} (names of forward\'s arguments, shapes without the batch)'
         )
-    return profile_model(model, sample, dtype=getattr(torch, job.parameter_dtype))
+    return sample

@@ -106,4 +106,5 @@ class ShapeRunner:
 
 
 def _may_be_real(tensor: torch.Tensor) -> bool:
-    return tensor.numel() <= (1 if tensor.is_floating_point() else _REAL_ELEMENTS)
+    # Not an empty one: DeepSpeed puts it in the place of a parameter that it has freed, and that must stay a fake tensor.
+    return tensor.numel() == 1 if tensor.is_floating_point() else tensor.numel() <= _REAL_ELEMENTS

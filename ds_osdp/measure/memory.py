@@ -28,8 +28,6 @@ class _Entry:
     is_input: bool = False
     saved: int | None = None
     """The unit at work when it was first saved for backward."""
-    is_gradient: bool = False
-    """It is the gradient of a parameter of the unit that made it."""
     reference: weakref.ref[torch.UntypedStorage] | None = None
 
 
@@ -48,6 +46,8 @@ class StorageLedger:
     """(unit at work, storage, change in bytes)"""
     _kept: Counter[int] = field(default_factory=Counter)
     """Bytes that operators made and backward needs, by unit."""
+    _forward_events: int = 0
+    """How many of the events were in forward."""
 
     def enter(self, unit: int) -> None:
         """From now on ``unit`` is at work; what is alive now is alive during its work too."""
@@ -82,10 +82,11 @@ class StorageLedger:
             entry.saved = self.unit
 
     def accumulated(self, gradient: torch.Tensor) -> None:
-        """``gradient`` is complete: if the unit at work made it, its memory is priced with the unit's parameters."""
-        entry = self._alive.get(gradient.untyped_storage()._cdata)
-        if entry is not None and entry.unit == self.unit:
-            entry.is_gradient = True
+        """``gradient`` is complete: whoever holds it now, DeepSpeed reduces it and lets it go."""
+        key = gradient.untyped_storage()._cdata
+        if key in self._alive:
+            self._alive[key].reference = None
+            self._died(key)
 
     def end_forward(self) -> Counter[int]:
         """What is alive now is kept for backward.
@@ -94,6 +95,7 @@ class StorageLedger:
             Kept bytes, inputs among them, by unit: the one that saved the storage first; or, for what the graph holds without
             having saved it (inputs of checkpointed blocks, attributes of a context), the one that made it.
         """
+        self._forward_events = len(self._events)
         gc.collect()  # A reference cycle among the forward's leftovers would look like something kept.
         inputs: Counter[int] = Counter()
         for entry in self._alive.values():
@@ -101,16 +103,20 @@ class StorageLedger:
             (inputs if entry.is_input else self._kept)[unit] += entry.nbytes
         return self._kept + inputs
 
-    def peaks_beyond_kept(self) -> Counter[int]:
-        """By unit, the most bytes alive during its work, beyond what it and the units before it keep for backward."""
+    def peaks_beyond_kept(self) -> tuple[Counter[int], Counter[int]]:
+        """By unit, the most bytes alive during its forward and during its backward, gradients among them, beyond what it and
+        the units before it keep for backward.
+        """
         units = 1 + max((unit for unit, _, _ in self._events), default=0)
         kept_so_far = list(accumulate(self._kept[unit] for unit in range(units)))
-        peaks: Counter[int] = Counter()
+        forward: Counter[int] = Counter()
+        backward: Counter[int] = Counter()
         alive = 0
-        for unit, entry, change in self._events:
-            alive += 0 if entry.is_gradient else change
+        for place, (unit, _, change) in enumerate(self._events):
+            alive += change
+            peaks = forward if place < self._forward_events else backward
             peaks[unit] = max(peaks[unit], alive - kept_so_far[unit])
-        return peaks
+        return forward, backward
 
     def _births(self, tensors: Iterable[torch.Tensor]) -> list[tuple[int, _Entry, int]]:
         born = []

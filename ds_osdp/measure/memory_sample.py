@@ -30,6 +30,7 @@ class MemorySample:
         self.kept: Counter[int] = Counter()
         """Per unit, the bytes kept for backward."""
         self.transient: Counter[int] = Counter()
+        self.backward_transient: Counter[int] = Counter()
         """Per unit, the most bytes alive during its work, beyond what it and the units before it keep."""
         self.output_bytes: Counter[int] = Counter()
         self._module = module
@@ -84,7 +85,7 @@ class MemorySample:
 
     def end(self) -> None:
         """The backward is over."""
-        self.transient = self._ledger.peaks_beyond_kept()
+        self.transient, self.backward_transient = self._ledger.peaks_beyond_kept()
         self._inputs = []
 
     def _made_by_operator(self, inputs: Any, outputs: Any) -> None:

@@ -134,6 +134,7 @@ class Observer:
             parameters=self._owned[name],
             activation_bytes=self._sampled.kept[number],
             transient_bytes=self._sampled.transient[number],
+            backward_transient_bytes=self._sampled.backward_transient[number],
             output_bytes=self._sampled.output_bytes[number],
             recomputes=number in self._recomputed,
         )

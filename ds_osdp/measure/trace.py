@@ -32,8 +32,9 @@ def profile_model(model: nn.Module, sample: Sample, *, dtype: torch.dtype | None
     gradient; the outputs are not alive during it.
 
     ``activation_bytes`` counts each storage once, with the unit that saved it first, views of parameters and buffers excluded.
-    ``transient_bytes`` is the most that is alive while the unit is at work, beyond what it and the units before it keep for
-    backward and beyond the gradients of its own parameters: adding the activations up to the unit gives the true peak.  What
+    ``transient_bytes`` and ``backward_transient_bytes`` are the most that is alive while the unit is at work, beyond what it
+    and the units before it keep for backward: adding the activations up to the unit gives the true peak.  A gradient is alive
+    from when it is made to when it is complete.  What
     a kernel allocates inside itself is not seen.
 
     Args:
@@ -66,6 +67,7 @@ def profile_model(model: nn.Module, sample: Sample, *, dtype: torch.dtype | None
         micro_batch=sample.micro_batch,
         sample=sample.describe(),
         units=tuple(tracer.profiles(owned)),
+        buffer_bytes=sum(t.numel() * t.element_size() for t in twin.buffers()),
     )
 
 

@@ -1,13 +1,7 @@
-"""Watch one forward and backward of a model, operator by operator, and count each with the unit at work.
-
-In forward, the unit at work is the one whose forward began last.  In backward it is the one that was at work when autograd
-recorded the node that now runs: nodes carry a sequence number, and noting the number at which each unit began is enough.
-Module backward hooks would answer too, but they put nodes of their own into the graph.
-"""
+"""Watch one forward and backward of a model, operator by operator, and count each with the unit at work."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,15 +12,13 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_osdp.measure.at_work import UnitAtWork
 from ds_osdp.measure.fake import ShapeRunner, tensors_in
 from ds_osdp.measure.memory import StorageLedger
 from ds_osdp.measure.operators import flop_formula, moved_bytes
 from ds_osdp.profile import ParameterProfile, UnitProfile, Work
 
 __all__ = ["Tracer"]
-
-_UNNUMBERED = 2**64 - 1
-"""The sequence number of nodes that accumulate a gradient: they run right after the node that made it."""
 
 
 @dataclass(slots=True)
@@ -47,29 +39,21 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, units: tuple[str, ...], runner: ShapeRunner) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.order: dict[str, int] = {}
         resident = [*model.parameters(), *model.buffers()]
         self.ledger = StorageLedger(frozenset(t.untyped_storage()._cdata for t in resident))
         self._model = model
         self._units = units
         self._runner = runner
+        self._at_work = UnitAtWork(model, units, self.ledger.enter)
+        self.order = self._at_work.order
         self._forward, self._backward = _Phase(), _Phase()
         self._kept: Counter[int] = Counter()
         self._output_bytes: Counter[str] = Counter()
-        self._recomputed: set[str] = set()
-        self._in_backward = False
-        # Where in the sequence of autograd nodes each unit began: in the forward, and where it is computed again in backward.
-        self._began: list[tuple[int, int]] = []
-        self._began_again: list[tuple[int, int]] = []
-        self._task: int | None = None
-        self._running: tuple[int, int] | None = None
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """One forward and, if anything is trainable, one backward."""
         for name in self._units:
-            unit = self._model.get_submodule(name)
-            unit.register_forward_pre_hook(self._begin(name), prepend=True)
-            unit.register_forward_hook(self._returned(name))
+            self._model.get_submodule(name).register_forward_hook(self._returned(name))
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
@@ -77,19 +61,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self, saved_tensors_hooks(self._save, lambda tensor: tensor):
             output = self._model(**inputs)
         if not self.order:  # Parameters were used, and no unit's forward was called: all work is the first unit's.
-            self.order = dict.fromkeys(self._units[:1], 0)
+            self.order.update(dict.fromkeys(self._units[:1], 0))
         edges, gradients = _backward_roots(output)
         # Only edges into the graph are held now: the outputs die here, as in a training loop that returns the loss.
         del output
         self._kept = self.ledger.end_forward()
-        self._in_backward = True
+        self._at_work.begin_backward()
         if edges:
             with self:
                 torch.autograd.backward(edges, gradients)
 
     def profiles(self, owned: Mapping[str, tuple[ParameterProfile, ...]]) -> Iterator[UnitProfile]:
         """What was seen, unit by unit."""
-        peaks = self.ledger.peaks_beyond_kept()
+        in_forward, in_backward = self.ledger.peaks_beyond_kept()
         for name, index in self.order.items():
             yield UnitProfile(
                 name=name,
@@ -97,9 +81,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 forward=self._forward.work(index),
                 backward=self._backward.work(index),
                 activation_bytes=self._kept[index],
-                transient_bytes=peaks[index],
+                transient_bytes=in_forward[index],
+                backward_transient_bytes=in_backward[index],
                 output_bytes=self._output_bytes[name],
-                recomputes=name in self._recomputed,
+                recomputes=name in self._at_work.recomputed,
             )
         for name in owned:
             if name not in self.order:
@@ -109,13 +94,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # Asked many times per operator, and free.
             return func(*args, **kwargs)
-        if self._in_backward:
-            self._follow_autograd()
+        if self._at_work.in_backward:
+            self._at_work.follow_autograd()
         inputs = tensors_in((args, kwargs))
         out = self._runner.run(func, args, kwargs, inputs)
         outputs = tensors_in(out)
         self.ledger.made(outputs)
-        phase = self._backward if self._in_backward else self._forward
+        phase = self._backward if self._at_work.in_backward else self._forward
         packet = getattr(func, "overloadpacket", func)
         formula = flop_formula(packet)
         if formula is not None:
@@ -125,47 +110,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phase.moved[self.ledger.unit] += moved_bytes(packet, inputs, outputs, mutates)
         return out
 
-    def _begin(self, name: str) -> Callable[..., None]:
-        def begin(*_: Any) -> None:
-            unit = self.order.setdefault(name, len(self.order))
-            began = self._began_again if self._in_backward else self._began
-            began.append((torch._C._autograd._get_sequence_nr(), unit))
-            self.ledger.enter(unit)
-            if self._in_backward:
-                self._recomputed.add(name)
-
-        return begin
-
     def _returned(self, name: str) -> Callable[..., None]:
         def returned(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if not self._in_backward:
+            if not self._at_work.in_backward:
                 self._output_bytes[name] += sum(t.numel() * t.element_size() for t in tensors_in(output))
 
         return returned
-
-    def _follow_autograd(self) -> None:
-        """Let the unit whose forward recorded the running node be at work, unless it is computing something again."""
-        node = torch._C._current_autograd_node()
-        if node is None or node._sequence_nr() == _UNNUMBERED:
-            return
-        running = torch._C._current_graph_task_id(), node._sequence_nr()
-        if self._running is None:
-            self._task = running[0]
-        if running == self._running:
-            return
-        self._running = running
-        # Reentrant checkpointing runs a backward of its own inside ours, over nodes recorded when it computed again.
-        began = self._began if running[0] == self._task else self._began_again
-        place = bisect_right(began, running[1], key=lambda mark: mark[0])
-        self.ledger.enter(began[place - 1][1] if place else 0)
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         self.ledger.saved(tensor)
         return tensor
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self.ledger.accumulated(parameter.grad)
+    @staticmethod
+    def _accumulated(parameter: torch.Tensor) -> None:
         parameter.grad = None  # As in DeepSpeed, which reduces it and lets it go.
 
 
