@@ -4,12 +4,13 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check lint types layers format clean
+.PHONY: help demo test check compat lint types layers format clean
 
 help:
 	@echo "make demo    train a small GPT with stock ZeRO-3, then with a plan, and compare (3 minutes)"
 	@echo "make test    run the tests"
 	@echo "make check   lint, types, import layers and tests"
+	@echo "make compat  run the tests on engines with the oldest DeepSpeed in range (10 minutes)"
 	@echo "make format  reformat the code"
 
 # torch comes first and pinned: a range would pull several GB of CUDA on a machine that may have no GPU.
@@ -36,6 +37,14 @@ layers: $(READY)
 	$(BIN)/lint-imports
 
 check: lint types layers test
+
+# The oldest DeepSpeed lies in front of the installed one; everything else stays.  Not part of CI, which has no time for it.
+OLDEST := 0.19.3
+build/deepspeed-$(OLDEST): $(READY)
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --target $@ --no-deps --no-build-isolation deepspeed==$(OLDEST)
+
+compat: build/deepspeed-$(OLDEST)
+	PYTHONPATH=$(abspath $<) $(BIN)/python -m pytest tests/test_seams.py tests/test_entry.py tests/test_checkpoints.py tests/test_parity.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -59,6 +59,27 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+class Tower(nn.Module):
+    """Many small layers behind one another, without heads: what a framework does around each is most of the work."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleList(nn.Linear(config.hidden, config.hidden) for _ in range(config.layers))
+        self.head = nn.Linear(config.hidden, config.vocab)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Next-token loss of (batch, tokens) token ids."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + functional.relu(layer(x)) / len(self.layers)
+        logits = self.head(x)
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+MODELS = {"gpt": GPT, "tower": Tower}
+
+
 def token_batches(config: GPTConfig, *, count: int, micro_batch: int, seed: int) -> list[Tensor]:
     """Random token ids, one (micro_batch, tokens) tensor per micro-step; give each rank its own seed."""
     generator = torch.Generator().manual_seed(seed)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _models import GPT, GPTConfig, token_batches
+from _models import MODELS, GPTConfig, token_batches
 from torch import Tensor, nn
 
 Step = Callable[[list[Tensor]], Tensor]  # the micro-batches of one optimizer step; returns their mean loss
@@ -27,6 +27,8 @@ class Request:
     """What to run: `config` is the DeepSpeed JSON, from which DDP too takes optimizer, clipping and batch sizes."""
 
     system: str
+    kind: str
+    """A key of `MODELS`."""
     model: dict[str, int]
     config: dict[str, Any]
     warmup: int
@@ -97,7 +99,7 @@ def train(request: Request) -> dict[str, list[float]]:
     """Run all steps; seconds of the steps after warm-up (the slowest rank's), losses of all (the ranks' mean)."""
     torch.manual_seed(request.seed)
     size = GPTConfig(**request.model)
-    step = SYSTEMS[request.system](GPT(size), request.config)
+    step = SYSTEMS[request.system](MODELS[request.kind](size), request.config)
     accumulate = request.config["gradient_accumulation_steps"]
     count = request.warmup + request.steps
     micro_batches = token_batches(

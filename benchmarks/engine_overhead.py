@@ -1,12 +1,16 @@
 """Step times of ds_osdp beside stock ZeRO-3 and DDP, between hosts whose links are limited (see netlab.py).
 
-    python benchmarks/engine_overhead.py --json [--rate 1gbit --hosts 2 --repeats 3 --steps 6] [--only a1]
+    python benchmarks/engine_overhead.py --json [--rate 1gbit --hosts 2 --repeats 3 --steps 6] [--only a1 a4]
 
-Three comparisons, all in fp32 with the same model, data, AdamW and clipping:
+Comparisons, all in fp32 with the same model, data, AdamW and clipping:
 
-- `overhead`: ds_osdp with every parameter at stage 3 does what stock ZeRO-3 does, so it may not cost more;
-- `a1`, `a4`: ds_osdp with every parameter at stage 0, with gradient accumulation 1 and 4, against the fastest of the
-  stock tunings and against DDP, which moves the least bytes that data parallelism can.
+- `stage3`, `stage2`, `stage1`: ds_osdp with every parameter at one stage does what stock ZeRO of that stage does, so it may
+  not cost more;
+- `a1`, `a4`: ds_osdp with every parameter at stage 0, with gradient accumulation 1 and 4, against DDP, which moves the least
+  bytes that data parallelism can;
+- `small`: a tower of 200 layers of width 64 with every parameter at stage 0, against stock ZeRO-3, on an unlimited network:
+  what hooks and Python around small modules cost;
+- `tunings_a1`, `tunings_a4`: every parameter at stage 0 against the fastest of the tunings that stock ZeRO-3 has.
 
 The systems alternate (A B C, C B A, ...), so that a drift of the machine reaches all alike. A system's seconds are the
 median of its runs' medians. Differences below five per cent are noise; run it on a machine that does nothing else.
@@ -45,10 +49,10 @@ PERSISTENT = {"stage3_param_persistence_threshold": 10**12}
 
 @dataclass(frozen=True)
 class System:
-    """A program of _worker.py, its `zero_optimization` sizes, and the stage ds_osdp pins every parameter to."""
+    """A program of _worker.py, its `zero_optimization` section, and the stage ds_osdp pins every parameter to."""
 
     program: str
-    sizes: dict[str, int]
+    zero: dict[str, int]
     stage: int | None = None
 
 
@@ -58,20 +62,52 @@ class Comparison:
 
     accumulate: int
     systems: dict[str, System]
+    ratios: dict[str, tuple[str, str]]
+    """What it is made for: the seconds of the first system over those of the second."""
+    tower: dict[str, int] | None = None
+    """The size of a tower, instead of the GPT of the command line; then also without the lab's limits."""
 
 
-OVERHEAD = {
-    # ds_osdp goes first: where it does not run, there is nothing to compare.
-    "osdp_stage3": System("ds_osdp", GATHERED_TWICE, stage=3),
-    "zero3": System("deepspeed", GATHERED_TWICE),
-}
+ZERO1, ZERO2, ZERO3 = (System("deepspeed", {"stage": stage} | SMALL_BUCKETS) for stage in (1, 2, 3))
+STAGE0 = System("ds_osdp", SMALL_BUCKETS, stage=0)
 STOCK_TUNINGS = {
     "zero3_default": System("deepspeed", SHARDED),
     "zero3_small_buckets": System("deepspeed", SMALL_BUCKETS),
     "zero3_persistent": System("deepspeed", PERSISTENT),
 }
-REPLICATED = {"osdp_stage0": System("ds_osdp", SMALL_BUCKETS, stage=0), "ddp": System("ddp", {}), **STOCK_TUNINGS}
-COMPARISONS = {"overhead": Comparison(1, OVERHEAD), "a1": Comparison(1, REPLICATED), "a4": Comparison(4, REPLICATED)}
+TOWER = {"layers": 200, "hidden": 64, "heads": 1, "vocab": 64, "tokens": 16}
+
+
+def _tunings(part: str, accumulate: int) -> Comparison:
+    over = {f"{name}_over_stage0_{part}": (name, "osdp_stage0") for name in STOCK_TUNINGS}
+    return Comparison(accumulate, {"osdp_stage0": STAGE0, **STOCK_TUNINGS}, over)
+
+
+# ds_osdp goes first: where it does not run, there is nothing to compare.
+COMPARISONS = {
+    "stage3": Comparison(
+        1,
+        {"osdp_stage3": System("ds_osdp", GATHERED_TWICE, stage=3), "zero3": System("deepspeed", GATHERED_TWICE)},
+        {"stage3_over_stock": ("osdp_stage3", "zero3")},
+    ),
+    "stage2": Comparison(
+        1,
+        {"osdp_stage2": System("ds_osdp", SMALL_BUCKETS, stage=2), "zero2": ZERO2},
+        {"stage2_over_stock": ("osdp_stage2", "zero2")},
+    ),
+    "stage1": Comparison(
+        1,
+        {"osdp_stage1": System("ds_osdp", SMALL_BUCKETS, stage=1), "zero1": ZERO1},
+        {"stage1_over_stock": ("osdp_stage1", "zero1")},
+    ),
+    "a1": Comparison(1, {"osdp_stage0": STAGE0, "ddp": System("ddp", {})}, {"stage0_over_ddp_a1": ("osdp_stage0", "ddp")}),
+    "a4": Comparison(4, {"osdp_stage0": STAGE0, "ddp": System("ddp", {})}, {"stage0_over_ddp_a4": ("osdp_stage0", "ddp")}),
+    "small": Comparison(
+        1, {"osdp_stage0": STAGE0, "zero3": ZERO3}, {"small_layers_speedup": ("zero3", "osdp_stage0")}, tower=TOWER
+    ),
+    "tunings_a1": _tunings("a1", 1),
+    "tunings_a4": _tunings("a4", 4),
+}
 
 
 class MeasurementError(RuntimeError):
@@ -82,11 +118,16 @@ Run = dict[str, Any]  # step_seconds, losses, median_seconds
 Runs = dict[str, list[Run]]  # by system
 
 
-def deepspeed_config(system: System, accumulate: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def model_size(comparison: Comparison, arguments: argparse.Namespace) -> dict[str, int]:
+    """The fields of `_models.GPTConfig`."""
+    return comparison.tower or {name: getattr(arguments, name) for name in ("layers", "hidden", "heads", "vocab", "tokens")}
+
+
+def deepspeed_config(system: System, comparison: Comparison, arguments: argparse.Namespace) -> dict[str, Any]:
     """The JSON the system is started with; DDP reads its batch sizes, optimizer and clipping from it."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.micro_batch,
-        "gradient_accumulation_steps": accumulate,
+        "gradient_accumulation_steps": comparison.accumulate,
         "gradient_clipping": CLIPPING,
         "optimizer": {
             "type": "AdamW",
@@ -97,27 +138,28 @@ def deepspeed_config(system: System, accumulate: int, arguments: argparse.Namesp
         "steps_per_print": 10**9,
     }
     if system.program != "ddp":
-        config["zero_optimization"] = {"stage": 3, **system.sizes}
+        config["zero_optimization"] = {"stage": 3, **system.zero}
     if system.stage is not None:
         config["osdp"] = {
             "memory_budget": "64GiB",
             "rules": [{"match": "*", "stage": system.stage}],
-            "input": {"ids": {"shape": [arguments.tokens], "dtype": "int64"}},
+            "input": {"ids": {"shape": [model_size(comparison, arguments)["tokens"]], "dtype": "int64"}},
         }
     return config
 
 
 def configs(comparison: Comparison, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The JSON of each system."""
-    return {name: deepspeed_config(system, comparison.accumulate, arguments) for name, system in comparison.systems.items()}
+    return {name: deepspeed_config(system, comparison, arguments) for name, system in comparison.systems.items()}
 
 
-def run_once(system: System, accumulate: int, arguments: argparse.Namespace, lab: NetLab | None) -> Run:
+def run_once(system: System, comparison: Comparison, arguments: argparse.Namespace, lab: NetLab | None) -> Run:
     """Start the ranks of one system and read what rank 0 measured."""
     request = {
         "system": system.program,
-        "model": {name: getattr(arguments, name) for name in ("layers", "hidden", "heads", "vocab", "tokens")},
-        "config": deepspeed_config(system, accumulate, arguments),
+        "kind": "tower" if comparison.tower else "gpt",
+        "model": model_size(comparison, arguments),
+        "config": deepspeed_config(system, comparison, arguments),
         "warmup": arguments.warmup,
         "steps": arguments.steps,
         "seed": SEED,
@@ -126,7 +168,7 @@ def run_once(system: System, accumulate: int, arguments: argparse.Namespace, lab
         run_ranks(
             [sys.executable, str(WORKER), json.dumps(request)],
             world=arguments.hosts * arguments.ranks_per_host,
-            lab=lab,
+            lab=None if comparison.tower else lab,
             stdout=output,
             timeout_seconds=arguments.timeout_seconds,
         )
@@ -142,11 +184,11 @@ def compare(comparison: Comparison, arguments: argparse.Namespace, lab: NetLab |
         for name in list(runs)[:: -1 if repeat % 2 else 1]:
             label = f"{name}, accumulation {comparison.accumulate}, run {repeat + 1} of {arguments.repeats}"
             try:
-                run = run_once(comparison.systems[name], comparison.accumulate, arguments, lab)
+                run = run_once(comparison.systems[name], comparison, arguments, lab)
             except RanksFailedError as error:
                 raise MeasurementError(f"could not measure {label}:\n{error}") from error
             runs[name].append(run)
-            print(f"{label}: {run['median_seconds']:.3f} s per step", file=sys.stderr)
+            print(f"{label}: {run['median_seconds']:.4f} s per step", file=sys.stderr)
     return runs
 
 
@@ -161,23 +203,9 @@ def loss_difference(runs: Runs) -> float:
     return max(abs(loss - first) / abs(first) for losses in every for loss, first in zip(losses, every[0], strict=True))
 
 
-def ratios(part: str, seconds: dict[str, float]) -> dict[str, float | str]:
-    """The numbers the comparison was made for; a speed-up is stock seconds over ours."""
-    if part == "overhead":
-        return {"stage3_over_stock": seconds["osdp_stage3"] / seconds["zero3"]}
-    ours = seconds["osdp_stage0"]
-    best = min(STOCK_TUNINGS, key=seconds.__getitem__)
-    return {
-        f"stage0_speedup_{part}": seconds[best] / ours,
-        f"best_stock_tuning_{part}": best,
-        f"stage0_speedup_{part}_over_default": seconds["zero3_default"] / ours,
-        f"stage0_over_ddp_{part}": ours / seconds["ddp"],
-    }
-
-
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Make the comparisons asked for; the result holds the ratios first, then all they were made from."""
-    parts = [arguments.only] if arguments.only else list(COMPARISONS)
+    parts = arguments.only or list(COMPARISONS)
     environment = {
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
@@ -192,7 +220,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     seconds = {part: system_seconds(runs[part]) for part in parts}
     difference = max(loss_difference(runs[part]) for part in parts)
     return {
-        **{name: value for part in parts for name, value in ratios(part, seconds[part]).items()},
+        **{
+            name: seconds[part][above] / seconds[part][below]
+            for part in parts
+            for name, (above, below) in COMPARISONS[part].ratios.items()
+        },
         "losses_equal": difference <= LOSS_TOLERANCE,
         "loss_difference": difference,
         "seconds": seconds,
@@ -206,7 +238,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a short table")
-    parser.add_argument("--only", choices=COMPARISONS, help="make one comparison (default: all)")
+    parser.add_argument("--only", choices=COMPARISONS, nargs="+", help="make these comparisons only (default: all)")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate", default="1gbit", help="limit of each host's link, each way, in tc's words")

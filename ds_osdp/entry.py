@@ -14,10 +14,11 @@ from ds_osdp import deepspeed_seams as seams
 from ds_osdp import measure
 from ds_osdp.config import BUDGET_SHARE, SECTION, OsdpConfig, find_section
 from ds_osdp.errors import ConfigError, UnsupportedError
-from ds_osdp.job import Job, job_from_config, refuse_unsupported
+from ds_osdp.job import Job, job_from_config
 from ds_osdp.plan import Plan
 from ds_osdp.planner import best_micro_batch, make_plan
 from ds_osdp.prices import Space
+from ds_osdp.refused import refuse_unsupported
 from ds_osdp.report import plan_text
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _initialize(stock: Initialize, call: dict[str, Any], *, section_required: bo
         return stock(**call)
 
     model = call["model"]
-    job = seams.on_every_rank(lambda: _check(ds_config, call, world_size))
+    job = seams.on_every_rank(lambda: check_combination(ds_config, call, world_size))
     if section.plan is not None:
         path = section.plan
         plan = seams.broadcast_from_rank_zero(lambda: Plan.load(path))
@@ -124,9 +125,20 @@ def _initialize(stock: Initialize, call: dict[str, Any], *, section_required: bo
         plan = _plan(section, model, job, builds_loader=call.get("training_data") is not None)
         if (plan.micro_batch, plan.accumulation) != (job.micro_batch, job.accumulation):
             call = _with_batch_sizes(call, ds_config, plan)
-    seams.on_every_rank(lambda: plan.check_belongs(seams.full_shapes(model), world_size))
+    return apply_plan(stock, call, plan, world_size, check_replicas_every=section.check_replicas_every)
+
+
+def apply_plan(
+    stock: Initialize, call: dict[str, Any], plan: Plan, world_size: int, *, check_replicas_every: int = 0
+) -> tuple[Any, Any, Any, Any]:
+    """``stock(**call)`` with ``plan`` applied to the model; every rank must hold the same plan.
+
+    Raises:
+        PlanMismatchError: the plan was made for another model or another number of ranks.
+    """
+    seams.on_every_rank(lambda: plan.check_belongs(seams.full_shapes(call["model"]), world_size))
     seams.log_on_rank_zero(f"{SECTION}: plan {plan.plan_hash}\n{plan_text(plan)}")
-    with seams.applying(plan, check_replicas_every=section.check_replicas_every):
+    with seams.applying(plan, check_replicas_every=check_replicas_every):
         result = stock(**call)
     seams.attach(result[0], plan)
     return result
@@ -142,9 +154,14 @@ def _read(call: dict[str, Any], section_required: bool) -> tuple[dict[str, Any],
     return ds_config, section
 
 
-def _check(ds_config: dict[str, Any], call: dict[str, Any], world_size: int) -> Job:
-    """Everything that can be refused is refused here, before the model is touched."""
-    refuse_unsupported(ds_config)
+def check_combination(ds_config: dict[str, Any], call: dict[str, Any], world_size: int) -> Job:
+    """Everything that can be refused is refused here, before the model is touched; returns the job.
+
+    Raises:
+        UnsupportedError: a plan cannot be combined with what was asked for.
+        ConfigError: the configuration cannot be meant.
+    """
+    refuse_unsupported(ds_config, optimizer=call.get("optimizer"))
     for name in ("mpu", "mesh_param"):
         if call.get(name) is not None:
             raise UnsupportedError(

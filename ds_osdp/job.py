@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from ds_osdp.errors import ConfigError, UnsupportedError
+from ds_osdp.errors import ConfigError
 from ds_osdp.plan import CommunicationSizes
 
-__all__ = ["Job", "OptimizerMemory", "job_from_config", "refuse_unsupported"]
+__all__ = ["Job", "OptimizerMemory", "job_from_config"]
 
 # By our name: DeepSpeed's key in zero_optimization and its default (runtime/zero/config.py), where the JSON is silent.
 _SIZES = {
@@ -35,7 +35,7 @@ class OptimizerMemory(NamedTuple):
 # were counted (``measure.optimizer_memory``), the larger of "foreach" and one by one.  Partitions are flat, which an
 # Adafactor cannot factor.
 _OPTIMIZERS = {
-    **dict.fromkeys(("adam", "adamw", "fusedadam", "deepspeedcpuadam", "lamb", "fusedlamb"), OptimizerMemory(2, 0)),
+    **dict.fromkeys(("adam", "adamw", "fusedadam", "deepspeedcpuadam"), OptimizerMemory(2, 0)),
     **dict.fromkeys(("lion", "fusedlion"), OptimizerMemory(1, 0)),
     **dict.fromkeys(("nadam", "radam", "adadelta"), OptimizerMemory(2, 2)),
     **dict.fromkeys(("adagrad", "adafactor"), OptimizerMemory(1, 2)),
@@ -111,56 +111,6 @@ def job_from_config(ds_config: Mapping[str, Any], world_size: int, *, optimizer:
         open_sizes=tuple(name for name, (key, _) in _SIZES.items() if key not in zero),
         **{name: _count(zero, key, default) for name, (key, default) in _SIZES.items()},
     )
-
-
-def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
-    """Refuse, by name, what a plan cannot be combined with yet: a wrong result must never be silent.
-
-    Raises:
-        UnsupportedError: naming the first such setting and what to do.
-        ConfigError: the ZeRO stage is not 3.
-    """
-    zero = ds_config.get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
-    if stage != 3:
-        raise ConfigError(
-            f"osdp plans the stages of single units inside ZeRO-3, and zero_optimization.stage is {stage!r}: set it to 3, "
-            "or remove the osdp section"
-        )
-    compile_section = ds_config.get("compile") or {}
-    refused = {
-        "zero_optimization.offload_optimizer": _offloads(zero.get("offload_optimizer")) or zero.get("cpu_offload"),
-        "zero_optimization.offload_param": _offloads(zero.get("offload_param")) or zero.get("cpu_offload_param"),
-        "zero_optimization.zero_hpz_partition_size (hpZ)": (zero.get("zero_hpz_partition_size") or 1) > 1,
-        "zero_optimization.zero_quantized_weights (ZeRO++)": zero.get("zero_quantized_weights"),
-        "zero_optimization.zero_quantized_nontrainable_weights (ZeRO++)": zero.get("zero_quantized_nontrainable_weights"),
-        "zero_optimization.zero_quantized_gradients (ZeRO++)": zero.get("zero_quantized_gradients"),
-        "zero_optimization.zenflow (ZenFlow)": zero.get("zenflow"),
-        "zero_optimization.stage3_use_all_reduce_for_fetch_params": zero.get("stage3_use_all_reduce_for_fetch_params"),
-        "zero_optimization.stage3_module_granularity_threshold": zero.get("stage3_module_granularity_threshold"),
-        "compile.deepcompile (DeepCompile)": compile_section.get("deepcompile"),
-        "expert_parallel (AutoEP)": (ds_config.get("expert_parallel") or {}).get("enabled"),
-        "tensor_parallel (AutoTP)": ((ds_config.get("tensor_parallel") or {}).get("autotp_size") or 0) > 1,
-        "sequence_parallel_size": (ds_config.get("sequence_parallel_size") or 1) > 1,
-        "torch_autocast": (ds_config.get("torch_autocast") or {}).get("enabled"),
-        "hybrid_engine": (ds_config.get("hybrid_engine") or {}).get("enabled"),
-        "amp": (ds_config.get("amp") or {}).get("enabled"),
-        "optimizer.type Muon": str((ds_config.get("optimizer") or {}).get("type", "")).lower() == "muon",
-        "bf16.bf16_master_weights_and_grads": (ds_config.get("bf16") or {}).get("bf16_master_weights_and_grads"),
-        "fp16.fp16_master_weights_and_grads": (ds_config.get("fp16") or {}).get("fp16_master_weights_and_grads"),
-        "gradient_predivide_factor": ds_config.get("gradient_predivide_factor", 1.0) != 1.0,
-        "prescale_gradients": ds_config.get("prescale_gradients"),
-        "gradient_allreduce_op other than mean": ds_config.get("gradient_allreduce_op", "mean") != "mean",
-    }
-    for name, present in refused.items():
-        if present:
-            raise UnsupportedError(
-                f"{name} cannot be combined with osdp yet: remove it, or set osdp.enabled to false to train with stock ZeRO-3"
-            )
-
-
-def _offloads(section: Any) -> bool:
-    return bool(section) and section.get("device", "cpu") not in (None, "none")
 
 
 def _count(section: Mapping[str, Any], key: str, default: int) -> int:

@@ -17,7 +17,9 @@ class Case:
     steps: int = 10
     accumulation: int = 1
     bf16: bool = False
+    build: str = "gpt"
     model: dict[str, Any] = field(default_factory=dict)
+    lion: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
     frozen: str = ""

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import deepspeed
 import torch
 from cases import Case
 from models import GPT
-from training import CLUSTER, PLANS, ds_config, micro_steps
+from training import CLUSTER, PLANS, ds_config, make_engine, micro_steps
 
 import ds_osdp
 from ds_osdp.deepspeed_seams import installed
@@ -72,6 +73,11 @@ def ways_in(folder: str) -> dict[str, Any]:
     result["restored"] = deepspeed.initialize is stock_initialize and not installed()
     result["stock again"] = losses(start(stock_config, deepspeed.initialize))
 
+    for name, entry, given in (("stock", deepspeed.initialize, stock_config), ("planned", ds_osdp.initialize, config)):
+        first = start(given, entry)
+        first_losses = losses(first)
+        result[f"the same module twice, {name}"] = first_losses + losses(start(given, entry, model=first.module))
+
     path = Path(folder, f"ds{os.environ['RANK']}.json")
     path.write_text("# DeepSpeed reads hjson\n" + json.dumps(config))
     result["path"] = losses(start(str(path)))
@@ -84,6 +90,22 @@ def ways_in(folder: str) -> dict[str, Any]:
     second = start({**stock_config, "osdp": {"plan": str(saved)}})
     result["saved plan"] = second.osdp.plan.plan_hash == first.osdp.plan.plan_hash
     result["saved plan, losses"] = losses(second)
+    return result
+
+
+def a_rank_dies() -> dict[str, Any]:
+    """Rank 1 leaves in the middle of a backward; what rank 0 sees, and after how many seconds."""
+    engine = make_engine(CASE, "mixed")
+    list(micro_steps(engine, 0, 1))
+    if os.environ["RANK"] == "1":
+        engine.module.h[1].fc1.register_full_backward_hook(lambda *_: os._exit(0))
+    began = time.monotonic()
+    result: dict[str, Any] = {}
+    try:
+        list(micro_steps(engine, 1, 1))
+    except RuntimeError as error:
+        result = {"error": str(error), "seconds": time.monotonic() - began}
+    torch.distributed.destroy_process_group()
     return result
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import deepspeed
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -39,6 +41,7 @@ class GPT(nn.Module):
         checkpoint: str = "",
         skips: bool = False,
         outside: bool = False,
+        external: bool = False,
     ) -> None:
         super().__init__()
         self.checkpoint, self.skips, self.outside, self.forwards = checkpoint, skips, outside, 0
@@ -47,11 +50,16 @@ class GPT(nn.Module):
         self.ln_f, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.wte.weight
+        self.borrowed = [self.wpe.weight] if external else []
+        if external:
+            deepspeed.zero.register_external_parameter(self, self.wpe.weight)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device)
         # With `outside`, a parameter is used, the first of all, and its module never called.
         x = F.embedding(positions, self.wpe.weight) if self.outside else self.wpe(positions)
+        # Nothing but its registration tells DeepSpeed of this use.
+        x = x + sum(weight[positions] for weight in self.borrowed)
         x = self.wte(ids) + x
         self.forwards += 1
         # With `skips`, no two forwards in a row use the same modules: DeepSpeed never knows their order.
@@ -64,6 +72,59 @@ class GPT(nn.Module):
         if not self.checkpoint:
             return run(x)
         return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=self.checkpoint == "reentrant")
+
+
+def lora() -> nn.Module:
+    """The GPT with adapters, everything else frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=["qkv", "fc1", "fc2"], init_lora_weights=False)
+    return get_peft_model(GPT(), config)  # type: ignore[no-any-return]
+
+
+class Mixtral(nn.Module):
+    """A mixture of experts as DeepSpeed wants it: the block that routes is a leaf, of which all experts are gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import MixtralConfig, MixtralForCausalLM
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        config = MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=36,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            max_position_embeddings=TOKENS,
+            attn_implementation="eager",
+        )
+        self.model = MixtralForCausalLM(config)
+        deepspeed.utils.set_z3_leaf_modules(self, [MixtralSparseMoeBlock])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+
+BUILDS: dict[str, Callable[..., nn.Module]] = {"gpt": GPT, "lora": lora, "mixtral": Mixtral}
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., Symbolic Discovery of Optimization Algorithms, 2023: an optimizer that DeepSpeed does not know."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            near, far = group["betas"]
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.add_(torch.sign(near * momentum + (1 - near) * p.grad), alpha=-group["lr"])
+                momentum.lerp_(p.grad, 1 - far)
 
 
 def batch(seed: int, rank: int, samples: int = 2) -> torch.Tensor:

@@ -9,9 +9,10 @@ import torch
 
 from ds_osdp.config import find_section
 from ds_osdp.errors import ConfigError, UnsupportedError
-from ds_osdp.job import job_from_config, refuse_unsupported
+from ds_osdp.job import job_from_config
 from ds_osdp.measure import optimizer_memory
 from ds_osdp.plan import Stage
+from ds_osdp.refused import refuse_unsupported
 
 
 def test_defaults() -> None:
@@ -104,11 +105,29 @@ def test_only_stage_3(stage: object) -> None:
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16_master"),
         ({"gradient_predivide_factor": 2.0}, "predivide"),
         ({"prescale_gradients": True}, "prescale"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+        ({"optimizer": {"type": "Lamb"}}, "Lamb"),
+        ({"amp": {"enabled": True}}, "amp"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16_master"),
+        ({"compile": {"passes": ["autosp"]}}, "passes"),
+        ({"compression_training": {"weight_quantization": {}}}, "compression_training"),
+        ({"quantize_training": {"enabled": True}}, "quantize_training"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "nontrainable"),
+        ({"zero_optimization": {"stage": 3, "stage3_use_all_reduce_for_fetch_params": True}}, "all_reduce_for_fetch"),
+        ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, "offload_param"),
     ],
 )
 def test_refused_by_name(change: dict[str, Any], name: str) -> None:
     with pytest.raises(UnsupportedError, match=name):
         refuse_unsupported({**ZERO3, **change})
+
+
+def test_an_optimizer_object_that_looks_at_whole_tensors_is_refused() -> None:
+    class Adafactor:
+        pass
+
+    with pytest.raises(UnsupportedError, match="Adafactor"):
+        refuse_unsupported(ZERO3, optimizer=Adafactor())
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,18 @@ def test_patches_come_and_go_together() -> None:
 
 
 @pytest.mark.ranks
+def test_a_module_is_planned_again_after_its_engine_is_destroyed() -> None:
+    assert ways()["the same module twice, planned"] == pytest.approx(ways()["the same module twice, stock"], rel=1e-6)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_dies_ends_the_others() -> None:
+    found = on_ranks(2, "entries:a_rank_dies")
+    assert "onnection" in found["error"], found
+    assert found["seconds"] < 60
+
+
+@pytest.mark.ranks
 def test_enable_wraps_deepspeed_initialize() -> None:
     assert ways()["enabled is planned"]
     assert ways()["signature kept"]

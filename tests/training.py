@@ -13,8 +13,9 @@ from typing import Any
 import deepspeed
 import torch
 from cases import BUCKET_BYTES, Case
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm
-from models import GPT, TOKENS, batch
+from models import BUILDS, TOKENS, Lion, batch
 
 import ds_osdp
 from ds_osdp.job import job_from_config
@@ -55,6 +56,8 @@ PLANS: dict[str, list[dict[str, Any]] | Chosen | None] = {
         "wte*": (2, None),
         "*": (3, None),
     },
+    "adapters": {"*lora*": (0, 1), "*h.1.*": (0, 1), "*h.2.*": (2, None), "*": (3, None)},
+    "experts": {"*experts*": (3, None), "*gate*": (0, 1), "*norm*": (0, 1), "*attn*": (1, None), "*": (2, None)},
     "node": {"*": (3, 2)},
     "everything": {
         "*ln1*": (0, 1),
@@ -140,14 +143,14 @@ def make_engine(case: Case, plan: str, model: torch.nn.Module | None = None) -> 
     torch.set_num_threads(1)
     torch.manual_seed(7 * int(os.environ["RANK"]) if case.seed_by_rank else 0)
     config = ds_config(case, chosen if isinstance(chosen, list) else None)
-    deepspeed.init_distributed("gloo", verbose=False)
+    deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
     if model is not None:
         pass
     elif case.zero_init:
         with deepspeed.zero.Init(config_dict_or_path={k: v for k, v in config.items() if k != "osdp"}):
-            model = GPT(**case.model)
+            model = BUILDS[case.build](**case.model)
     else:
-        model = GPT(**case.model)
+        model = BUILDS[case.build](**case.model)
     for name, parameter in model.named_parameters():
         if case.frozen and case.frozen in name:
             parameter.requires_grad_(False)
@@ -156,8 +159,12 @@ def make_engine(case: Case, plan: str, model: torch.nn.Module | None = None) -> 
         decay = [p for n, p in model.named_parameters() if p.requires_grad and not n.endswith("bias")]
         bare = [p for n, p in model.named_parameters() if p.requires_grad and n.endswith("bias")]
         parameters = [{"params": decay}, {"params": bare, "weight_decay": 0.0, "lr": 3e-3}]
+    given: dict[str, Any] = {"model": model, "model_parameters": parameters}
+    if case.lion:
+        given = {"model": model, "optimizer": Lion(parameters)}
+        del config["optimizer"]
     if chosen is None:
-        return deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
+        return deepspeed.initialize(**given, config=config)[0]
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(chosen, dict):
             path = [f"{folder}/plan.json"]
@@ -165,12 +172,17 @@ def make_engine(case: Case, plan: str, model: torch.nn.Module | None = None) -> 
                 make_plan(model, chosen, config).save(path[0])
             torch.distributed.broadcast_object_list(path)  # one configuration on all ranks
             config["osdp"] = {"plan": path[0]}
-        return ds_osdp.initialize(model=model, model_parameters=parameters, config=config)[0]
+        return ds_osdp.initialize(**given, config=config)[0]
+
+
+def ids(engine: Any, number: int) -> torch.Tensor:
+    """The batch of that number on this rank."""
+    return batch(number, int(os.environ["RANK"])).to(engine.device)
 
 
 def micro_steps(engine: Any, step: int, accumulation: int) -> Iterator[float]:
     for i in range(accumulation):
-        loss = engine(batch(step * accumulation + i, int(os.environ["RANK"])))
+        loss = engine(ids(engine, step * accumulation + i))
         engine.backward(loss)
         engine.step()
         yield loss.item()
@@ -178,7 +190,7 @@ def micro_steps(engine: Any, step: int, accumulation: int) -> Iterator[float]:
 
 def unmanaged(engine: Any, step: int, accumulation: int) -> Iterator[float]:
     for i in range(accumulation):
-        loss = engine(batch(step * accumulation + i, int(os.environ["RANK"])))
+        loss = engine(ids(engine, step * accumulation + i))
         engine.backward(loss)
         yield loss.item()
     engine.step()
@@ -188,7 +200,7 @@ def boundary(engine: Any, step: int, accumulation: int) -> Iterator[float]:
     """``set_gradient_accumulation_boundary``: one step() call behind all micro-steps."""
     for i in range(accumulation):
         engine.set_gradient_accumulation_boundary(i == accumulation - 1)
-        loss = engine(batch(step * accumulation + i, int(os.environ["RANK"])))
+        loss = engine(ids(engine, step * accumulation + i))
         engine.backward(loss)
         yield loss.item()
     engine.step()
@@ -197,7 +209,7 @@ def boundary(engine: Any, step: int, accumulation: int) -> Iterator[float]:
 def coalesced(engine: Any, step: int, accumulation: int) -> Iterator[float]:
     with engine.coalesce_grad_reduction():
         for i in range(accumulation):
-            loss = engine(batch(step * accumulation + i, int(os.environ["RANK"])))
+            loss = engine(ids(engine, step * accumulation + i))
             engine.backward(loss)
             yield loss.item()
     engine.step()
@@ -207,7 +219,7 @@ def evaluating(engine: Any, step: int, accumulation: int) -> Iterator[float]:
     if step % 3 == 2:
         engine.eval()
         with torch.no_grad():
-            yield engine(batch(900 + step, int(os.environ["RANK"]))).item()
+            yield engine(ids(engine, 900 + step)).item()
         engine.train()
     yield from micro_steps(engine, step, accumulation)
 
@@ -217,8 +229,7 @@ def interrupting(engine: Any, step: int, accumulation: int) -> Iterator[float]:
     if step % 3 == 1:
         yield from (values.norm().item() for values in full_parameters(engine).values())
     elif step % 3 == 2:
-        ids = batch(step, int(os.environ["RANK"]))
-        yield engine.module.head(engine.module.wte(ids)).float().norm().item()
+        yield engine.module.head(engine.module.wte(ids(engine, step))).float().norm().item()
     elif step:
         engine.empty_partition_cache()
     yield from micro_steps(engine, step, accumulation)
@@ -229,15 +240,73 @@ def overflowing(engine: Any, step: int, accumulation: int) -> Iterator[float]:
     if step != 2:
         yield from micro_steps(engine, step, accumulation)
         return
-    rank = int(os.environ["RANK"])
-    loss = engine(batch(step, rank))
-    engine.backward(loss * float("inf") if rank == 1 else loss)
+    loss = engine(ids(engine, step))
+    engine.backward(loss * float("inf") if os.environ["RANK"] == "1" else loss)
     engine.step()
     yield loss.item()
 
 
+def several_forwards(engine: Any, step: int, accumulation: int) -> Iterator[float]:
+    first, second = engine(ids(engine, 2 * step)), engine(ids(engine, 2 * step + 1))
+    engine.backward(0.5 * (first + second))
+    engine.step()
+    yield first.item()
+
+
+class UsersError(Exception):
+    pass
+
+
+def failing(engine: Any, step: int, accumulation: int) -> Iterator[float]:
+    """The user's forward fails in one step, and the backward in another; both go on with the next batch."""
+    if step in (1, 3):
+
+        def fail(*_: Any) -> None:
+            raise UsersError
+
+        block = engine.module.h[1]
+        handle = block.register_forward_pre_hook(fail) if step == 1 else block.fc1.register_full_backward_hook(fail)
+        try:
+            engine.backward(engine(ids(engine, 500 + step)))
+        except UsersError:
+            pass
+        else:
+            raise AssertionError("nothing failed")
+        finally:
+            handle.remove()
+    yield from micro_steps(engine, step, accumulation)
+
+
+def offloading(engine: Any, step: int, accumulation: int) -> Iterator[float]:
+    """Parameters, gradients and the bucket leave the device between two steps, as before a phase of inference."""
+    if step in (2, 3):
+        states = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
+        engine.offload_states([states.lp_params, states.lp_grads, states.contiguous_grad_buffer], pin_memory=step == 2)
+        engine.reload_states()
+    yield from micro_steps(engine, step, accumulation)
+
+
+def compiled(engine: Any, step: int, accumulation: int) -> Iterator[float]:
+    if step == 0:
+        engine.compile(backend="eager")
+    yield from micro_steps(engine, step, accumulation)
+
+
 DRIVES: dict[str, Callable[..., Iterator[float]]] = {
-    f.__name__: f for f in (micro_steps, unmanaged, boundary, coalesced, evaluating, interrupting, overflowing)
+    f.__name__: f
+    for f in (
+        micro_steps,
+        unmanaged,
+        boundary,
+        coalesced,
+        evaluating,
+        interrupting,
+        overflowing,
+        several_forwards,
+        failing,
+        offloading,
+        compiled,
+    )
 }
 
 
@@ -271,7 +340,7 @@ def full_parameters(engine: Any) -> dict[str, torch.Tensor]:
     values = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
-            values[name] = parameter.detach().float().clone()
+            values[name] = parameter.detach().float().cpu().clone()
     return values
 
 

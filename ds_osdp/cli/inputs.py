@@ -13,8 +13,9 @@ from ds_osdp.cli.models import build_model
 from ds_osdp.cluster import DEFAULT_CLUSTER, Cluster
 from ds_osdp.config import BUDGET_SHARE, OsdpConfig, find_section
 from ds_osdp.errors import ConfigError
-from ds_osdp.job import Job, job_from_config, refuse_unsupported
+from ds_osdp.job import Job, job_from_config
 from ds_osdp.quantities import parse_bytes
+from ds_osdp.refused import refuse_unsupported
 
 if TYPE_CHECKING:
     from torch import nn

@@ -63,13 +63,13 @@ def gathered_exit(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parameter_access(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``module.weight``: a parameter that is on its way may be used by another module than the one DeepSpeed waits for."""
+    """``module.weight``: what is kept whole may be used by another module than its own, and while it is on its way."""
 
     def access(self: Any, key: str) -> Any:
         parameter = original(self, key)
         whole = getattr(parameter, "osdp_whole", None)
         if whole is not None and not torch.compiler.is_compiling():
-            whole.wait([parameter])
+            whole.on_access(parameter)
         return parameter
 
     return access

@@ -10,7 +10,7 @@ parameters come here, and differ in what is sent in the last micro-step only:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,9 +125,23 @@ class DeferredReducer:
         """What is held here beside DeepSpeed's own buffers, all the time."""
         return [bucket.whole for bucket in self._buckets if bucket.route.scatter is not None]
 
+    def rebind(self, parts: Mapping[int, torch.Tensor], flat_gradients: torch.Tensor) -> None:
+        """Go on with the same gradients in other memory: the buffer and this rank's shares by key, as they were laid out."""
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.part = parts[slot.key]
+            if bucket.route.scatter is None:
+                bucket.whole = _region(bucket.slots, flat_gradients)
+
     def begin_micro_step(self) -> None:
-        """Forget which parameters gave a gradient in the micro-step before."""
+        """Forget which parameters gave a gradient in the micro-step before, and what a backward that failed has launched."""
         self._seen.clear()
+        for bucket in self._buckets[: self._next]:
+            bucket.work.wait()
+            bucket.settle()
+            bucket.reset()
+        self._late.clear()
+        self._next = 0
 
     def add(self, key: int, gradient: torch.Tensor, *, first_micro_step: bool, last_micro_step: bool) -> None:
         """Accumulate the gradient of one parameter; in the last micro-step, reduce the buckets that are complete.
@@ -224,12 +238,13 @@ def _write(rows: torch.Tensor, gradient: torch.Tensor, how: Callable[..., Any]) 
 def _in_place(slots: list[GradientSlot], flat: torch.Tensor, bucket_bytes: int) -> list[_Bucket]:
     """Buckets of neighbours in DeepSpeed's flat gradient buffer, which are summed up and reduced there, without a copy."""
     capacity = bucket_bytes // flat.element_size()
-    origin = int(flat.storage_offset())
-    buckets = []
-    for run in _runs(sorted(slots, key=_begin), capacity, lambda a, b: _begin(a) + a.part.numel() == _begin(b)):
-        region = flat.narrow(0, _begin(run[0]) - origin, sum(slot.part.numel() for slot in run))
-        buckets.append(_Bucket(run, region.view(1, -1)))
-    return buckets
+    runs = _runs(sorted(slots, key=_begin), capacity, lambda a, b: _begin(a) + a.part.numel() == _begin(b))
+    return [_Bucket(run, _region(run, flat)) for run in runs]
+
+
+def _region(run: list[GradientSlot], flat: torch.Tensor) -> torch.Tensor:
+    """Where neighbours lie in the flat buffer: [1, their elements]."""
+    return flat.narrow(0, _begin(run[0]) - int(flat.storage_offset()), sum(slot.part.numel() for slot in run)).view(1, -1)
 
 
 def _scattering(slots: list[GradientSlot], flat: torch.Tensor, bucket_bytes: int) -> list[_Bucket]:

@@ -78,6 +78,9 @@ SEAMS = (
         "a node's share of a gradient is averaged over the nodes",
     ),
     Seam(_STAGE3, "independent_gradient_partition_epilogue", (), "deferred reductions are waited for after backward"),
+    Seam(_STAGE3, "clear_backward_seen_flag", (), "a new forward: what a failed backward left behind is dropped"),
+    Seam(_STAGE3, "reload_states", ("non_blocking",), "gradients get other memory"),
+    Seam(_STAGE3, "_pre_step", (), "empties the reduce bucket, of which a plan has one per partition group"),
     Seam(
         _STAGE3,
         "finalize_gradient_accumulation_boundary",
@@ -88,7 +91,15 @@ SEAMS = (
     Seam(_STAGE3, "_get_fp32_grad_state_partition", ("param", "release_swap_buffers"), "the accumulator of one gradient"),
     Seam(_STAGE3, "get_grad_norm_direct", ("gradients", "params"), "norms of copies need no collective"),
     Seam(_STAGE3, "step", ("closure",), "what is kept whole is gathered again after a step, in few collectives"),
-    Seam(_STAGE3, "_partition_all_parameters", (), "frees what is kept whole, before a checkpoint is loaded"),
+    Seam(_STAGE3, "_partition_all_parameters", (), "frees everything before a step and a checkpoint: some need not be"),
+    Seam(_STAGE3, "_prepare_fp32_grad_for_sub_group", ("sub_group_id",), "takes a gradient where it lies, without a copy"),
+    Seam(_STAGE3, "unscale_and_clip_grads", ("sub_group_id", "total_norm"), "then scales into a copy"),
+    Seam(
+        _STAGE3,
+        "_reassign_or_swap_out_partitioned_parameters",
+        ("sub_group_id",),
+        "nothing is to be copied to a parameter that is its own master weight",
+    ),
     Seam(_STAGE3, "checkpoint_event_epilogue", (), "what is kept whole is gathered again after a checkpoint"),
     Seam(_STAGE3, "_get_param_coordinator", (), "the coordinator frees parameters that no submodule uses"),
     Seam(_STAGE3, "_rigid_state_dict", (), "optimizer states are saved in the stock layout"),
@@ -100,6 +111,7 @@ SEAMS = (
         "a universal checkpoint gives sub-groups one step tensor to share, which then counts too fast",
     ),
     Seam(_COORDINATOR, "reset_step", (), "waits for gathers in flight; those begun after a step need not be waited for yet"),
+    Seam(_COORDINATOR, "_invalidate_trace", (), "the order of modules is another once hooks are hung or taken out"),
     Seam(_COORDINATOR, "release_and_reset_all", ("module",), "frees everything, and forgets the users of each parameter"),
     Seam(_INIT, "_convert_to_deepspeed_param", ("param",), "reads ds_zero_partition_process_group: the mechanism itself"),
     Seam(_INIT, "_partition_param", ("param",), "re-partitions a parameter that zero.Init spread over the world"),
@@ -134,6 +146,8 @@ _MECHANISMS = (
     (_INIT, "_convert_to_deepspeed_param", "ds_zero_partition_process_group", "per-parameter groups"),
     (_COORDINATOR, None, "not param.ds_active_sub_modules", "parameters in use are not freed"),
     (_OFFLOAD, "__init__", "ds_inflight_param_registry", "the module shows which gathers are under way"),
+    (_OFFLOAD, "_register_deepspeed_module", "self.forward_hooks.append", "the hooks of every module are listed"),
+    (_OFFLOAD, "_register_deepspeed_module", "self.backward_hooks.append", "and those for its backward"),
 )
 
 

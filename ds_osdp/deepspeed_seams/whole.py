@@ -3,7 +3,7 @@
 DeepSpeed frees no parameter that a submodule is using, so the plan is entered among the users of what it keeps.  Only
 where DeepSpeed frees everything, before an optimizer step and around a checkpoint, it forgets the users too; afterwards
 the parameters are gathered again, in few coalesced all-gathers.  These are begun then and waited for at the first use in
-the next forward, like a prefetch.
+the next forward, like a prefetch.  What this rank alone holds is not freed for a step: the step writes into it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,25 @@ _USER = "osdp"
 class WholeParameters:
     """The parameters of one engine that a plan keeps whole."""
 
-    def __init__(
-        self, parameters: Iterable[Any], optimized: Iterable[Any], coordinator: Any, in_flight: Any, *, bucket_bytes: int
-    ) -> None:
+    def __init__(self, parameters: Iterable[Any], optimized: Iterable[Any], in_flight: Any, *, bucket_bytes: int) -> None:
         """Take over ``parameters``, which DeepSpeed has partitioned.
 
         Args:
             parameters: what to keep whole.
             optimized: what the optimizer changes in a step.
-            coordinator: DeepSpeed's, which gathers and frees parameters in forward and backward.
-            in_flight: its registry of gathers that are under way.
+            in_flight: DeepSpeed's registry of gathers that are under way.
             bucket_bytes: how much to gather together.
         """
         self.parameters = sorted(parameters, key=lambda p: int(p.ds_id))
         self._local = [p for p in self.parameters if p.ds_zero_partition_world_size == 1]
         spread = [p for p in self.parameters if p.ds_zero_partition_world_size > 1]
         changing = {p.ds_id for p in optimized}
-        self._constant = [p for p in spread if p.ds_id not in changing]
+        constant = [p for p in spread if p.ds_id not in changing]
+        self._untouched = {p.ds_id for p in (*self._local, *constant)}
         self._buckets = _buckets([p for p in spread if p.ds_id in changing], bucket_bytes)
-        self._buckets += _buckets(self._constant, bucket_bytes)
+        self._buckets += _buckets(constant, bucket_bytes)
         self._in_flight = in_flight
-        self._reset_step = coordinator.reset_step
-        coordinator.reset_step = self._begin_forward
+        self.stepping = False
         for parameter in self.parameters:
             parameter.osdp_whole = self
 
@@ -64,19 +61,47 @@ class WholeParameters:
 
     def wait(self, parameters: Iterable[Any]) -> None:
         """Wait for the gathers of ``parameters`` that are under way."""
-        for parameter in parameters:
-            handle = self._in_flight.pop(parameter, None)
-            if handle is not None:
-                handle.wait()
+        if self._in_flight:
+            for parameter in parameters:
+                handle = self._in_flight.pop(parameter, None)
+                if handle is not None:
+                    handle.wait()
+
+    def provide(self, parameters: Iterable[Any]) -> None:
+        """Have ``parameters`` whole now; every rank must call it."""
+        if any(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in parameters):
+            self.gather()
+        self.wait(parameters)
+
+    def on_access(self, parameter: Any) -> None:
+        """Have a parameter whole that is asked for, as far as one rank can by itself."""
+        self.wait([parameter])
+        if parameter.ds_zero_partition_world_size == 1 and parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE:
+            _alias(parameter)
+            parameter.ds_active_sub_modules.add(_USER)
 
     @contextmanager
     def through_step(self) -> Iterator[None]:
-        """Keep what the optimizer does not change, and gather what it does, after a step that frees everything."""
-        constant = [(p, p.data) for p in self._constant if p.ds_status is ZeroParamStatus.AVAILABLE]
-        yield
-        for parameter, data in constant:
-            _make_available(parameter, data)
+        """During a step free what it changes, by :meth:`free_for_step`; afterwards gather it again."""
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
         self.gather()
+
+    def free_for_step(self, parameters: Iterable[Any]) -> None:
+        """Free all ``parameters`` of the module but those that the step leaves alone or writes in place.
+
+        What DeepSpeed's ``release_and_reset_all`` does to each.
+        """
+        for parameter in parameters:
+            if parameter.ds_id in self._untouched:
+                continue
+            self.wait([parameter])
+            parameter.ds_active_sub_modules.clear()
+            if parameter.ds_status is ZeroParamStatus.AVAILABLE:
+                parameter.partition()
 
     def forget(self) -> None:
         """Leave the parameters to whoever comes after this engine."""
@@ -86,16 +111,15 @@ class WholeParameters:
             del parameter.osdp_whole
         self.parameters = []
 
-    def _begin_forward(self) -> None:
-        """In the place of the coordinator's ``reset_step``, which waits for all that is in flight: not for this."""
+    @contextmanager
+    def left_in_flight(self) -> Iterator[None]:
+        """Hide the gathers of these parameters from DeepSpeed, which waits for all that is in flight."""
         begun = {p: handle for p, handle in self._in_flight.items() if p.ds_status is ZeroParamStatus.INFLIGHT}
         ours = {p: handle for p, handle in begun.items() if getattr(p, "osdp_whole", None) is self}
         for parameter in ours:
             del self._in_flight[parameter]
-        self._reset_step()
+        yield
         self._in_flight.update(ours)
-        # Whatever freed them: what the coordinator gathers of them now, it must not free again.
-        self._hold()
 
     def _hold(self) -> None:
         for parameter in self.parameters:
