@@ -23,7 +23,7 @@ import numpy as np
 from ds_osdp.plan import Stage
 from ds_osdp.prices import Option, Price
 from ds_osdp.solve import fastest
-from ds_osdp.step import Ahead, Instance, Kind, evaluate
+from ds_osdp.step import Instance, Kind, Live, Window, evaluate
 
 DATA = Path(__file__).resolve().parent / "data"
 UNITS_PER_MIB = 100
@@ -109,15 +109,19 @@ def _instance(profile: dict[str, Any], case: dict[str, Any]) -> Instance:
     # The options are the paper's, not stages of ours: only their number matters here.
     options = tuple(Option(Stage.FULLY_SHARDED, 1, slices=i + 1) for i in range(len(prices)))
     layers = case["layers"]
-    nothing = Ahead(*(np.zeros(layers, dtype=np.int64) for _ in range(3)))
+    zero = np.zeros(layers, dtype=np.int64)
+    nothing = Window(zero, zero, zero)
     return Instance(
         units=tuple(f"layer {i}" for i in range(layers)),
-        kinds=(Kind(options, prices, kept=False),),
+        kinds=(Kind(options, prices, kept=False, gathered_again=True),),
         kind_of=(0,) * layers,
-        ahead_forward=nothing,
-        ahead_backward=nothing,
-        bucket_bytes=0,
-        staging_bytes=0,
+        live_forward=Live(nothing, zero),
+        live_backward=Live(nothing, zero),
+        regathered=nothing,
+        flat_elements=(0, 1),
+        staging=nothing,
+        fixed_bytes=0,
+        update_limits={1: 0},
         accumulation=1,
         samples_per_step=1,
     )

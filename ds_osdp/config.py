@@ -68,6 +68,8 @@ class OsdpConfig(Frozen):
     smallest of all ranks."""
     stages: tuple[Stage, ...] = Field(tuple(Stage), min_length=1)
     """The ZeRO stages a plan may use."""
+    max_slices: int = Field(8, ge=1)
+    """Into how many slices a plan may split one unit; it splits only what lowers a peak that binds.  1: none."""
     rules: tuple[Rule, ...] = ()
     """Parameters the user pins to a stage.  A rule that matches nothing is an error."""
     micro_batch: tuple[PositiveInt, ...] = ()

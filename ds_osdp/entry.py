@@ -118,6 +118,7 @@ def _initialize(stock: Initialize, call: dict[str, Any], *, section_required: bo
 
     model = call["model"]
     job = seams.on_every_rank(lambda: check_combination(ds_config, call, world_size))
+    seams.join_slices(call)
     if section.plan is not None:
         path = section.plan
         plan = seams.broadcast_from_rank_zero(lambda: Plan.load(path))
@@ -138,6 +139,7 @@ def apply_plan(
     """
     seams.on_every_rank(lambda: plan.check_belongs(seams.full_shapes(call["model"]), world_size))
     seams.log_on_rank_zero(f"{SECTION}: plan {plan.plan_hash}\n{plan_text(plan)}")
+    seams.split_slices(call, plan)
     with seams.applying(plan, check_replicas_every=check_replicas_every):
         result = stock(**call)
     seams.attach(result[0], plan)
@@ -212,7 +214,7 @@ def _plan_on_rank_zero(
     def profile_of(job: Job) -> ModelProfile:
         return measure.profile_for(section, model, job)
 
-    space = Space(section.stages, node_degree=cluster.node_differs)
+    space = Space(section.stages, max_slices=section.max_slices, node_degree=cluster.node_differs)
     search: dict[str, Any] = {"space": space, "rules": section.rules, "solver": section.solver}
     if not section.micro_batch:
         plan = make_plan(profile_of(job), cluster, job, budget, **search)

@@ -35,6 +35,9 @@ class UnitPlan(Frozen):
     degree: PositiveInt
     """Over how many ranks its partitioned states are spread; 1 for a replicated unit."""
     slices: PositiveInt = 1
+    """Pieces of its weight that are gathered, used and freed in turn."""
+    whole_slices: NonNegativeInt = 0
+    """How many of them, the first ones, every rank holds whole (stage 0)."""
     recompute: bool = False
     parameters: tuple[str, ...]
     """Names of its parameters in the model, each under its first name."""

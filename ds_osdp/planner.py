@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from importlib.metadata import version
 
 from ds_osdp.cluster import Cluster
-from ds_osdp.config import Rule, SolverConfig
+from ds_osdp.config import OsdpConfig, Rule, SolverConfig
 from ds_osdp.errors import ConfigError, InfeasiblePlanError
 from ds_osdp.job import Job
 from ds_osdp.plan import Plan, Provenance, Stage, UnitPlan, model_fingerprint
@@ -20,7 +20,7 @@ from ds_osdp.step import Instance, Totals, evaluate, priced
 
 __all__ = ["BUILT", "best_micro_batch", "make_plan", "pinned_stages"]
 
-BUILT = Space(stages=tuple(Stage))
+BUILT = Space(stages=tuple(Stage), max_slices=OsdpConfig().max_slices)
 """What this release can apply to an engine."""
 
 _EXACT = SolverConfig()
@@ -176,6 +176,7 @@ def _plan(
                 stage=option.stage,
                 degree=option.degree,
                 slices=option.slices,
+                whole_slices=option.whole_slices,
                 recompute=option.recompute,
                 parameters=tuple(parameter.name for parameter in unit.parameters),
                 elements=unit.numel,

@@ -9,7 +9,7 @@ exactly on any machine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from ds_osdp.cluster import Cluster, Collectives, Device, Link
@@ -56,6 +56,8 @@ class Option:
     """Ranks over which what the stage spreads is spread; 1 for stage 0."""
     slices: int = 1
     """Pieces that are gathered, used and freed in turn."""
+    whole_slices: int = 0
+    """How many of them are replicated, whatever the stage of the rest."""
     recompute: bool = False
     """Whether its activations are computed again in backward instead of kept."""
 
@@ -174,13 +176,17 @@ def legal_options(
     if space.node_degree and 1 < node < job.world_size and job.world_size % node == 0:
         degrees.append(node)
     stages = sorted(set(space.stages)) if pinned is None else [pinned]
-    slices = [k for k in range(1, space.max_slices + 1) if unit.split_rows % k == 0 and k <= unit.split_rows] or [1]
+    finest = min(space.max_slices, unit.split_rows)
+    # Powers of two are enough to choose from; some slices whole are for the last bytes of a budget.
+    counts = [*(1 << i for i in range(finest.bit_length()) if 1 << i < finest), finest]
+    may_mix = pinned is None and Stage.REPLICATED in space.stages
+    slices = [(k, whole) for k in counts for whole in range(k if may_mix else 1)]
     recomputes = (False, True) if space.recompute and unit.recomputable else (False,)
     return tuple(
-        Option(stage, degree, k, recompute)
+        Option(stage, degree, k, whole, recompute)
         for stage in stages
         for degree in ([1] if stage is Stage.REPLICATED else degrees)
-        for k in (slices if stage is Stage.FULLY_SHARDED else [1])
+        for k, whole in (slices if stage is Stage.FULLY_SHARDED else [(1, 0)])
         for recompute in recomputes
     )
 
@@ -196,6 +202,60 @@ def price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, gath
         gathered_again: whether DeepSpeed frees gathered parameters after forward and gathers them again in backward (see
             :func:`kept_until_backward`).
     """
+    priced = _price if option.slices == 1 else _split_price
+    return priced(unit, option, job, cluster, gathered_again=gathered_again)
+
+
+def _split_price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, gathered_again: bool) -> Price:
+    """A unit in slices: parameters of their own in all that is held and reduced, but gathered and used in turn.
+
+    No gather of a slice is hidden behind computation, and none is kept from forward to backward.
+    """
+    weight = max(unit.parameters, key=lambda p: p.numel)
+    slices = _slices(weight, unit.split_rows, option.slices)
+    whole, spread = slices[: option.whole_slices], slices[option.whole_slices :]
+    rest = [p for p in unit.parameters if p is not weight]
+    of_spread = unit.model_copy(update={"parameters": (*rest, *spread)})
+    of_whole = UnitProfile(name=unit.name, parameters=tuple(whole))
+    in_turn = replace(option, slices=len(spread), whole_slices=0)
+    gathered = _price(of_spread, in_turn, job, cluster, gathered_again=gathered_again)
+    held = _price(of_whole, Option(Stage.REPLICATED, 1), job, cluster, gathered_again=False)
+    both = {field.name: getattr(gathered, field.name) + getattr(held, field.name) for field in fields(Price)}
+    at_once = (*rest, max(spread, key=lambda p: p.numel))
+    whole_option = replace(option, slices=1, whole_slices=0)
+    alone = _price(unit.model_copy(update={"parameters": at_once}), whole_option, job, cluster, gathered_again=gathered_again)
+    # Every slice but one reads the input again, and adds to its gradient: two of these are alive.
+    again = nanoseconds((option.slices - 1) * unit.activation_bytes / cluster.device.bytes_per_second)
+    # The trace saw the gradient of the whole weight; those of slices are made in turn.
+    apart = (weight.numel - at_once[-1].numel) * DTYPE_BYTES[job.parameter_dtype] * weight.trainable
+    in_backward = both["gather_backward_ns"] + 3 * again
+    return Price(
+        **both
+        | {
+            "gathered_bytes": alone.gathered_bytes,
+            # One is made while the one before waits for it.
+            "waiting_bytes": alone.waiting_bytes,
+            "backward_bytes": max(0, unit.backward_transient_bytes - apart)
+            + alone.waiting_bytes
+            + unit.activation_bytes * (1 + option.recompute),
+            "norm_bytes": max(gathered.norm_bytes, held.norm_bytes),
+            "gather_first_ns": 0,
+            "gather_forward_ns": 0,
+            "gather_backward_ns": 0,
+            "forward_ns": both["forward_ns"] + both["gather_forward_ns"] + again,
+            "backward_ns": both["backward_ns"] + in_backward,
+            "last_backward_ns": both["last_backward_ns"] + in_backward,
+        }
+    )
+
+
+def _slices(weight: ParameterProfile, rows: int, count: int) -> list[ParameterProfile]:
+    """``weight`` cut into ``count`` pieces of whole rows; the first ones have a row more where they do not divide."""
+    least, more = divmod(rows, count)
+    return [weight.model_copy(update={"shape": (least + (i < more), weight.numel // rows)}) for i in range(count)]
+
+
+def _price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, gathered_again: bool) -> Price:
     stage, degree = option.stage, option.degree
     links = cluster.collectives_over(degree)
     copy = cluster.device.bytes_per_second

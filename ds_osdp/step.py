@@ -7,7 +7,7 @@ solver's model with the number of kinds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -30,6 +30,9 @@ from ds_osdp.prices import (
 from ds_osdp.profile import DTYPE_BYTES, ModelProfile, Work
 
 __all__ = ["Instance", "Kind", "Live", "Moment", "Totals", "Window", "evaluate", "memory", "priced", "timeline"]
+
+_LEAST_GATHER = 0.1
+"""Of what a rank holds at least between steps: units that are larger when gathered are offered in slices."""
 
 Integers = npt.NDArray[np.int64]
 Column = Callable[[str], Integers]
@@ -179,10 +182,16 @@ def priced(
     kinds: dict[tuple[int, bool, Stage | None], int] = {}
     pinned = pins if pins is not None else [None] * len(units)
     kind_of = [kinds.setdefault(key, len(kinds)) for key in zip(sort_of, kept, pinned, strict=True)]
+    sharded = Option(Stage.FULLY_SHARDED, job.world_size)
+    leanest = {sort: price(units[u], sharded, job, cluster, gathered_again=True) for sort, u in first.items()}
+    # What is gathered without being felt is not offered in slices: the solver's time is for what can bind.
+    splits_from = _LEAST_GATHER * sum(leanest[sort].resident_bytes for sort in sort_of)
+    whole_only = replace(space, max_slices=1)
     made = []
     for sort, keep, pin in kinds:
         unit = units[first[sort]]
-        options = legal_options(unit, job, cluster, space, pin)
+        splits = leanest[sort].gathered_bytes >= splits_from
+        options = legal_options(unit, job, cluster, space if splits else whole_only, pin)
         again = not keep and unit.backward != Work()
         prices = tuple(price(unit, option, job, cluster, gathered_again=again) for option in options)
         made.append(Kind(options, prices, keep, again))

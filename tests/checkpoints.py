@@ -57,7 +57,7 @@ def round_trips(folder: str, plans: list[str]) -> dict[str, Any]:
             result["equal"][saver, loader] = [name for name in saved if not torch.equal(saved[name], loaded[name])]
             if saver == "stock":
                 engine.save_checkpoint(f"{folder}/again_{loader}", tag="here")
-                result["same_files"][loader] = _differing(
+                result["same_files"][loader] = differing_files(
                     Path(folder, "stock", "here"), Path(folder, f"again_{loader}", "here")
                 )
             result["losses"][saver, loader] = continue_training(engine, STEPS)
@@ -69,7 +69,7 @@ def _worst_difference(weights: dict[str, torch.Tensor], saved: dict[str, torch.T
     return max((weights[name].float() - saved[name].float()).abs().max().item() for name in weights)
 
 
-def _differing(left: Path, right: Path) -> list[str]:
+def differing_files(left: Path, right: Path) -> list[str]:
     """What differs between two checkpoint folders, tensor by tensor."""
     torch.distributed.barrier()
     names = sorted(p.name for p in left.iterdir())

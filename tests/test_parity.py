@@ -265,7 +265,7 @@ def priced_bytes(row: dict[str, Any], operation: str, option: Option, world_size
     total = 0
     for name, (_, numel, _) in row["held"].items():
         parameter = ParameterProfile(name=name, shape=(numel,), dtype="float32", trainable=True)
-        paid = price(UnitProfile(name=name, parameters=(parameter,)), option, job, cluster, kept=False)
+        paid = price(UnitProfile(name=name, parameters=(parameter,)), option, job, cluster, gathered_again=True)
         total += accumulation * (paid.gather_forward_ns + paid.gather_backward_ns)
         total += (accumulation - 1) * paid.reduce_ns + paid.last_reduce_ns + paid.update_ns
     return total / 1e9

@@ -79,5 +79,5 @@ def _explain(plan: Plan, inputs: Inputs) -> Explanation:
 
 def _search(inputs: Inputs) -> dict[str, Any]:
     section = inputs.section
-    space = Space(section.stages, node_degree=inputs.cluster.node_differs)
+    space = Space(section.stages, max_slices=section.max_slices, node_degree=inputs.cluster.node_differs)
     return {"space": space, "rules": section.rules, "solver": section.solver}

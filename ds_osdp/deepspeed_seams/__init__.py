@@ -22,6 +22,7 @@ from ds_osdp.deepspeed_seams.ranks import (
 )
 from ds_osdp.deepspeed_seams.reading import read_config
 from ds_osdp.deepspeed_seams.seams import SEAMS, check_seams, missing_seams
+from ds_osdp.deepspeed_seams.slices import join_slices, split_slices
 
 __all__ = [
     "SEAMS",
@@ -35,12 +36,14 @@ __all__ = [
     "init_distributed",
     "install",
     "installed",
+    "join_slices",
     "least_of_all_ranks",
     "log_on_rank_zero",
     "missing_seams",
     "on_every_rank",
     "read_config",
     "same_on_every_rank",
+    "split_slices",
     "state_bytes",
     "state_tensors",
     "uninstall",

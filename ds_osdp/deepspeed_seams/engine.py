@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 import deepspeed.runtime.zero.stage3 as stage3
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_osdp.deepspeed_seams import layout
 from ds_osdp.deepspeed_seams.access import gathered_enter, gathered_exit, gathered_init, parameter_access
 from ds_osdp.deepspeed_seams.optimizer import PlannedStage3Optimizer, planned_optimizer_class
-from ds_osdp.deepspeed_seams.placement import peers, place, verify
+from ds_osdp.deepspeed_seams.placement import place, verify
 from ds_osdp.deepspeed_seams.seams import Patch, check_seams, patches_installed
+from ds_osdp.deepspeed_seams.slices import join_consolidated
 from ds_osdp.errors import UnsupportedError
-from ds_osdp.plan import Plan
+from ds_osdp.plan import CommunicationSizes, Plan
+from ds_osdp.split import unsplit_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,6 +128,17 @@ def attach(engine: Any, plan: Plan) -> None:
     engine.osdp = PlannedEngine(engine, plan)
 
 
+def _sizes(plan: Plan) -> CommunicationSizes:
+    """DeepSpeed's limits for what it gathers: slices are gathered without it, and what they leave free stays free."""
+    split = sum(unit.elements for unit in plan.units if unit.slices > 1)
+    return plan.sizes.model_copy(
+        update={
+            "max_live_parameters": max(0, plan.sizes.max_live_parameters - split),
+            "max_reuse_distance": max(0, plan.sizes.max_reuse_distance - 2 * split),
+        }
+    )
+
+
 def _storage_bytes(tensors: list[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
@@ -141,7 +156,7 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         place(self.module, pending.plan)
         stock = stage3.DeepSpeedZeroOptimizer_Stage3
         stage3.DeepSpeedZeroOptimizer_Stage3 = planned_optimizer_class(
-            sizes=pending.plan.sizes,
+            sizes=_sizes(pending.plan),
             deferred_bucket_bytes=pending.plan.deferred_bucket_bytes,
             check_replicas_every=pending.check_replicas_every,
         )
@@ -155,38 +170,64 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
 
 def _get_zero_param_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
     def shapes(self: Any) -> Any:
-        optimizer = self.optimizer
-        if not isinstance(optimizer, PlannedStage3Optimizer):
+        if not isinstance(self.optimizer, PlannedStage3Optimizer):
             return original(self)
-        planned = optimizer.fp16_groups
-        optimizer.fp16_groups = [parameters for _, parameters in layout.stock_sub_groups(optimizer)]
-        try:
-            return original(self)
-        finally:
-            optimizer.fp16_groups = planned
+        return [
+            OrderedDict((layout.saved_name(p, self.param_names), p.ds_shape) for p in parameters)
+            for _, parameters in layout.stock_sub_groups(self.optimizer)
+        ]
 
     return shapes
 
 
+def _get_zero_frozen_param_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attributes(self: Any, attr_func: Callable[[Any], Any]) -> Any:
+        if not isinstance(self.optimizer, PlannedStage3Optimizer):
+            return original(self, attr_func)
+        saved = layout.saved_parameters(self.module.parameters())
+        return OrderedDict(
+            (layout.saved_name(p, self.param_names), attr_func(p)) for p in saved if not is_optimized_parameter(p)
+        )
+
+    return attributes
+
+
 def _get_param_fragment_func(original: Callable[..., Any]) -> Callable[..., Any]:
     def fragment(self: Any, param: Any) -> Any:
-        if peers(param) is not None:
-            return layout.stock_part(self.optimizer, param, param.ds_tensor.detach()).cpu()
-        return original(self, param)
+        if not isinstance(self.optimizer, PlannedStage3Optimizer):
+            return original(self, param)
+        slices: Any = param.sliced.slices if isinstance(param, layout.SavedWhole) else [param]
+        return layout.stock_part(self.optimizer, param, {p.ds_id: p.ds_tensor.detach() for p in slices}).cpu()
 
     return fragment
+
+
+def _get_shared_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    def shared(self: Any) -> Any:
+        return {unsplit_name(name)[0]: unsplit_name(first)[0] for name, first in original(self).items()}
+
+    return shared
+
+
+def _zero3_consolidated_16bit_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    def consolidated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state_dict = original(self, *args, **kwargs)
+        return state_dict if state_dict is None else join_consolidated(self.module, state_dict)
+
+    return consolidated
 
 
 def _load_module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(self: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         fragments = checkpoint.get("frozen_param_fragments")
         if fragments and isinstance(self.optimizer, PlannedStage3Optimizer):
-            parameters = {name: parameter for parameter, name in self.param_names.items()}
-            planned = {
-                name: layout.planned_part(self.optimizer, parameters[name], part.to(parameters[name].ds_tensor.device))
-                for name, part in fragments.items()
-            }
-            checkpoint = {**checkpoint, "frozen_param_fragments": planned}
+            saved = {layout.saved_name(p, self.param_names): p for p in layout.saved_parameters(self.module.parameters())}
+            names = {parameter.ds_id: name for parameter, name in self.param_names.items()}
+            device = self.optimizer.fp32_partitioned_groups_flat[0].device
+            parts: dict[int, torch.Tensor] = {}
+            for name, part in fragments.items():
+                parts |= layout.planned_parts(self.optimizer, saved[name], part.to(device))
+            checkpoint = {**checkpoint, "frozen_param_fragments": {names[ds_id]: part for ds_id, part in parts.items()}}
         return original(self, checkpoint, *args, **kwargs)
 
     return load
@@ -195,7 +236,10 @@ def _load_module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 _PATCHES = [
     Patch(DeepSpeedEngine, "_configure_zero_optimizer", _configure_zero_optimizer),
     Patch(DeepSpeedEngine, "_get_zero_param_shapes", _get_zero_param_shapes),
+    Patch(DeepSpeedEngine, "_get_zero_frozen_param_attributes", _get_zero_frozen_param_attributes),
     Patch(DeepSpeedEngine, "_get_param_fragment_func", _get_param_fragment_func),
+    Patch(DeepSpeedEngine, "_get_shared_params", _get_shared_params),
+    Patch(DeepSpeedEngine, "_zero3_consolidated_16bit_state_dict", _zero3_consolidated_16bit_state_dict),
     Patch(DeepSpeedEngine, "load_module_state_dict", _load_module_state_dict),
     Patch(GatheredParameters, "__init__", gathered_init),
     Patch(GatheredParameters, "__enter__", gathered_enter),

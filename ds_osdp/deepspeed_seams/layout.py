@@ -8,7 +8,7 @@ What is saved is the former: so stock DeepSpeed, its converters, another plan an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import deepspeed.comm as dist
@@ -16,15 +16,56 @@ import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 
 from ds_osdp.deepspeed_seams.placement import peers
+from ds_osdp.split import SlicedParameter, sliced, unsplit_name
 
-__all__ = ["from_stock", "parts", "planned_part", "stock_groups", "stock_part", "stock_sub_groups", "to_stock"]
+__all__ = [
+    "SavedWhole",
+    "from_stock",
+    "own_part",
+    "parts",
+    "planned_parts",
+    "saved_name",
+    "saved_parameters",
+    "stock_groups",
+    "stock_part",
+    "stock_sub_groups",
+    "to_stock",
+]
+
+
+class SavedWhole:
+    """Stands for the slices of one parameter where files have the parameter."""
+
+    def __init__(self, sliced: SlicedParameter) -> None:
+        self.sliced = sliced
+        self.ds_id = sliced.slices[0].ds_id  # type: ignore[attr-defined]
+        self.ds_shape = sliced.shape
+        self.ds_numel = sliced.shape.numel()
+        self.requires_grad = sliced.slices[0].requires_grad
+
+
+def saved_parameters(parameters: Iterable[Any]) -> list[Any]:
+    """The parameters that files have, in order: a :class:`SavedWhole` in the place of the first slice of each."""
+    saved: dict[int, Any] = {}
+    for parameter in parameters:
+        whole = sliced(parameter)
+        key = id(parameter if whole is None else whole)
+        if key not in saved:
+            saved[key] = parameter if whole is None else SavedWhole(whole)
+    return list(saved.values())
+
+
+def saved_name(parameter: Any, names: Mapping[Any, str]) -> str:
+    """What files call ``parameter``; ``names`` is DeepSpeed's mapping of the engine's parameters."""
+    first = parameter.sliced.slices[0] if isinstance(parameter, SavedWhole) else parameter
+    return unsplit_name(names[first])[0]
 
 
 def stock_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[Any]]]:
     """The trainable parameters of the user's optimizer groups: (index of the group, its parameters)."""
     # As DeepSpeed's is_optimized_parameter: one without elements is in no sub-group.
     groups = ((i, [p for p in group["params"] if p.requires_grad and p.ds_numel]) for i, group in enumerate(param_groups))
-    return [(i, parameters) for i, parameters in groups if parameters]
+    return [(i, saved_parameters(parameters)) for i, parameters in groups if parameters]
 
 
 def stock_sub_groups(optimizer: Any) -> list[tuple[int, list[Any]]]:
@@ -57,7 +98,7 @@ def to_stock(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
     def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         own = parts(optimizer, flats)
-        return [torch.cat([stock_part(optimizer, p, own[p.ds_id]) for p in ps]) for _, ps in sub_groups]
+        return [torch.cat([stock_part(optimizer, p, own) for p in ps]) for _, ps in sub_groups]
 
     masters = optimizer.fp32_partitioned_groups_flat
     # torch numbers optimizer parameters in the order of param_groups, not of DeepSpeed's sub-groups.
@@ -94,7 +135,7 @@ def from_stock(optimizer: Any, state_dict: Mapping[str, Any], load_optimizer_sta
         for (_, parameters), flat in zip(sub_groups, flats, strict=True):
             sizes = [_stock_numel(optimizer, p) for p in parameters]
             for parameter, part in zip(parameters, torch.split(flat.detach(), sizes), strict=True):
-                planned[parameter.ds_id] = planned_part(optimizer, parameter, part.to(masters[0].device))
+                planned |= planned_parts(optimizer, parameter, part.to(masters[0].device))
         return [torch.cat([planned[p.ds_id] for p in group]) for group in optimizer.fp16_groups]
 
     converted = {**state_dict, FP32_FLAT_GROUPS: regrouped(state_dict[FP32_FLAT_GROUPS])}
@@ -117,23 +158,46 @@ def from_stock(optimizer: Any, state_dict: Mapping[str, Any], load_optimizer_sta
     return {**converted, OPTIMIZER_STATE_DICT: {"state": states, "param_groups": groups}}
 
 
-def stock_part(optimizer: Any, parameter: Any, part: torch.Tensor) -> torch.Tensor:
+def stock_part(optimizer: Any, parameter: Any, own: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The 1/N that stock ZeRO-3 keeps here of ``parameter`` (1-D, zero-padded), out of what a planned engine keeps.
 
-    Every rank must call it: a part of a node's copy is gathered inside the node.
+    Every rank must call it: a part of a node's copy is gathered inside the node, and slices are gathered one by one.
+
+    Args:
+        optimizer: the planned optimizer.
+        parameter: a parameter, or a :class:`SavedWhole`.
+        own: the part kept here of every parameter, by DeepSpeed's id.
     """
-    if peers(parameter) is None:
-        return part
-    whole = _gathered(part, parameter.ds_process_group)[: parameter.ds_numel]
+    if isinstance(parameter, SavedWhole):
+        whole = parameter.sliced.join(_whole(p, own[p.ds_id]) for p in parameter.sliced.slices).view(-1)  # type: ignore[attr-defined]
+    elif peers(parameter) is None:
+        return own[parameter.ds_id]
+    else:
+        whole = _whole(parameter, own[parameter.ds_id])
     return _cut(whole, _stock_numel(optimizer, parameter), dist.get_rank(group=optimizer.dp_process_group))
 
 
-def planned_part(optimizer: Any, parameter: Any, part: torch.Tensor) -> torch.Tensor:
-    """What a planned engine keeps of ``parameter``, out of this rank's stock 1/N; every rank must call it."""
+def planned_parts(optimizer: Any, parameter: Any, part: torch.Tensor) -> dict[int, torch.Tensor]:
+    """What a planned engine keeps of ``parameter``, by DeepSpeed's id, out of this rank's stock 1/N.
+
+    Every rank must call it.
+    """
+    if isinstance(parameter, SavedWhole):
+        whole = _gathered(part, optimizer.dp_process_group)[: parameter.ds_numel]
+        slices = zip(parameter.sliced.slices, parameter.sliced.cut(whole), strict=True)
+        return {p.ds_id: own_part(p, tensor.reshape(-1)) for p, tensor in slices}  # type: ignore[attr-defined]
     if peers(parameter) is None:
-        return part
-    whole = _gathered(part, optimizer.dp_process_group)[: parameter.ds_numel]
+        return {parameter.ds_id: part}
+    return {parameter.ds_id: own_part(parameter, _gathered(part, optimizer.dp_process_group)[: parameter.ds_numel])}
+
+
+def own_part(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank keeps of ``parameter``, whose values are ``whole`` (1-D)."""
     return _cut(whole, parameter.partition_numel(), parameter.ds_zero_partition_rank)
+
+
+def _whole(parameter: Any, part: torch.Tensor) -> torch.Tensor:
+    return _gathered(part, parameter.ds_process_group)[: parameter.ds_numel]
 
 
 def parts(optimizer: Any, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import PARAM
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_osdp.deepspeed_seams import layout
@@ -19,6 +21,7 @@ from ds_osdp.deepspeed_seams.placement import accumulates_whole, is_replicated, 
 from ds_osdp.deepspeed_seams.whole import WholeParameters
 from ds_osdp.errors import RankMismatchError
 from ds_osdp.plan import CommunicationSizes
+from ds_osdp.split import sliced, unsplit_name
 
 __all__ = ["PlannedStage3Optimizer", "planned_optimizer_class"]
 
@@ -346,6 +349,18 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         # The engine has freed whole parameters by now; a caller of the optimizer alone has not.
         super()._partition_all_parameters()
         super()._rigid_load_state_dict(layout.from_stock(self, state_dict, load_optimizer_states), load_optimizer_states)
+
+    def load_hp_checkpoint_state(self, folder: str, key: str, param: Any = None) -> torch.Tensor:
+        """Read this rank's part of one state of one parameter from a universal checkpoint."""
+        whole = sliced(param)
+        if whole is None:
+            return super().load_hp_checkpoint_state(folder, key, param)  # type: ignore[no-any-return]
+        parent, name = os.path.split(folder)
+        name, index = unsplit_name(name)
+        assert index is not None
+        saved = torch.load(os.path.join(parent, name, f"{key}.pt"), weights_only=False)
+        saved = saved[PARAM] if isinstance(saved, dict) else saved
+        return layout.own_part(param, whole.cut(saved)[index].reshape(-1))
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         """Load a universal checkpoint."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_osdp.errors import PlanMismatchError
 from ds_osdp.plan import Plan, Stage, UnitPlan
+from ds_osdp.split import sliced, unsplit_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,8 +47,14 @@ def peers(parameter: torch.Tensor) -> Any:
 
 
 def full_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name to full shape of every parameter, tied ones once; also of those that ``zero.Init`` has partitioned."""
-    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+    """Name to full shape of every parameter, tied ones once; also of those that ``zero.Init`` has partitioned, or that are
+    split, as they were before.
+    """
+    shapes = {}
+    for name, parameter in module.named_parameters():
+        whole = sliced(parameter)
+        shapes[unsplit_name(name)[0]] = tuple(getattr(parameter, "ds_shape", parameter.shape) if whole is None else whole.shape)
+    return shapes
 
 
 def place(module: nn.Module, plan: Plan) -> None:
@@ -61,17 +68,16 @@ def place(module: nn.Module, plan: Plan) -> None:
         PlanMismatchError: the plan spreads a unit over a number of ranks that does not divide the job's.
     """
     world_size = dist.get_world_size()
-    units = {name: unit for unit in plan.units for name in unit.parameters}
+    placement = _Placement(plan)
     groups: dict[int, _Groups] = {}
     # DeepSpeed has broadcast the parameters of an ordinary model by now, and none of one that zero.Init built, also not
     # those added to it since (adapters).
     built_partitioned = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
     for name, parameter in module.named_parameters():
-        unit = units[name]
-        parameter.osdp_stage = unit.stage  # type: ignore[attr-defined]
-        degree = _degree(unit)
+        stage, degree = placement(name)
+        parameter.osdp_stage = stage  # type: ignore[attr-defined]
         if degree not in groups:
-            groups[degree] = _make_groups(unit, world_size)
+            groups[degree] = _make_groups(name, degree, world_size)
         parameter.osdp_peers = groups[degree].peers  # type: ignore[attr-defined]
         if hasattr(parameter, "ds_id"):
             if degree != world_size or dist.get_world_size(group=parameter.ds_process_group) != world_size:  # type: ignore[attr-defined]
@@ -92,13 +98,21 @@ class _Groups:
     """The ranks that hold the same part."""
 
 
-def _degree(unit: UnitPlan) -> int:
-    return 1 if unit.stage is Stage.REPLICATED else unit.degree
+class _Placement:
+    """The stage and the degree of every parameter, by its name on the engine."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._units: dict[str, UnitPlan] = {name: unit for unit in plan.units for name in unit.parameters}
+
+    def __call__(self, name: str) -> tuple[Stage, int]:
+        planned, index = unsplit_name(name)
+        unit = self._units[planned]
+        stage = Stage.REPLICATED if index is not None and index < unit.whole_slices else unit.stage
+        return stage, 1 if stage is Stage.REPLICATED else unit.degree
 
 
-def _make_groups(unit: UnitPlan, world_size: int) -> _Groups:
+def _make_groups(name: str, degree: int, world_size: int) -> _Groups:
     """Every rank takes part in making every group, or finds itself in another order than the others."""
-    degree = _degree(unit)
     if degree == world_size:
         return _Groups(dist.get_world_group(), None)
     if degree == 1:
@@ -107,7 +121,7 @@ def _make_groups(unit: UnitPlan, world_size: int) -> _Groups:
         return _Groups(alone, dist.get_world_group())
     if world_size % degree:
         raise PlanMismatchError(
-            f"the plan spreads {unit.name!r} over {degree} ranks, which does not divide the job's {world_size}: plan again"
+            f"the plan spreads {name!r} over {degree} ranks, which does not divide the job's {world_size}: plan again"
         )
     nodes = [list(range(first, first + degree)) for first in range(0, world_size, degree)]
     positions = [list(range(position, world_size, degree)) for position in range(degree)]
@@ -133,9 +147,9 @@ def verify(parameters: Iterable[tuple[str, Any]], plan: Plan) -> None:
     Raises:
         PlanMismatchError: naming the first parameter that differs.
     """
-    units = {name: unit for unit in plan.units for name in unit.parameters}
+    placement = _Placement(plan)
     for name, parameter in parameters:
-        degree = _degree(units[name])
+        stage, degree = placement(name)
         group = dist.get_world_size(group=parameter.ds_process_group)
         held, wanted = parameter.ds_tensor.ds_numel, -(-parameter.ds_numel // degree)
         if group != degree or held != wanted:
@@ -145,6 +159,6 @@ def verify(parameters: Iterable[tuple[str, Any]], plan: Plan) -> None:
             )
         if is_whole(parameter) and parameter.ds_status is not ZeroParamStatus.AVAILABLE:
             raise PlanMismatchError(
-                f"the plan keeps {name!r} whole (stage {units[name].stage:d}); in the engine it is "
+                f"the plan keeps {name!r} whole (stage {stage:d}); in the engine it is "
                 f"{parameter.ds_status.name}. This is a defect of ds_osdp: set osdp.enabled to false and report it"
             )

@@ -61,6 +61,9 @@ class Seam:
 SEAMS = (
     Seam(_ENGINE, "_configure_zero_optimizer", ("optimizer",), "places parameters before they are partitioned"),
     Seam(_ENGINE, "_get_zero_param_shapes", (), "files list parameters in the stock order"),
+    Seam(_ENGINE, "_get_zero_frozen_param_attributes", ("attr_func",), "files have what was split under its own name"),
+    Seam(_ENGINE, "_get_shared_params", (), "and what is tied to it"),
+    Seam(_ENGINE, "_zero3_consolidated_16bit_state_dict", (), "and weights exported whole"),
     Seam(_ENGINE, "_get_param_fragment_func", ("param",), "frozen parameters are saved as this rank's 1/N"),
     Seam(_ENGINE, "load_module_state_dict", ("checkpoint",), "frozen fragments are read back into whole copies"),
     Seam(_STAGE3, "_get_param_partition_group", ("param",), "sub-groups follow the group of each parameter"),
@@ -110,6 +113,7 @@ SEAMS = (
         ("checkpoint_dir",),
         "a universal checkpoint gives sub-groups one step tensor to share, which then counts too fast",
     ),
+    Seam(_STAGE3, "load_hp_checkpoint_state", ("folder", "key", "param"), "a universal checkpoint has what was split whole"),
     Seam(_COORDINATOR, "reset_step", (), "waits for gathers in flight; those begun after a step need not be waited for yet"),
     Seam(_COORDINATOR, "_invalidate_trace", (), "the order of modules is another once hooks are hung or taken out"),
     Seam(_COORDINATOR, "release_and_reset_all", ("module",), "frees everything, and forgets the users of each parameter"),

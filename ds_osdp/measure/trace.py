@@ -11,6 +11,7 @@ from ds_osdp.measure.sample import InputTensor, Sample
 from ds_osdp.measure.tracer import Tracer
 from ds_osdp.measure.units import owned_parameters
 from ds_osdp.profile import ModelProfile
+from ds_osdp.split import split_rows
 
 __all__ = ["profile_model"]
 
@@ -51,7 +52,7 @@ def profile_model(model: nn.Module, sample: Sample, *, dtype: torch.dtype | None
     tracer: Tracer | None = None
     try:
         twin = runner.copy(model, dtype)
-        owned = owned_parameters(twin)
+        owned, rows = owned_parameters(twin), split_rows(twin)
         tracer = Tracer(twin, tuple(owned), runner)
         with torch.random.fork_rng(devices), torch.enable_grad():
             tracer.run({tensor.name: _input(tensor, runner) for tensor in sample.tensors})
@@ -66,7 +67,7 @@ def profile_model(model: nn.Module, sample: Sample, *, dtype: torch.dtype | None
         model=type(model).__name__,
         micro_batch=sample.micro_batch,
         sample=sample.describe(),
-        units=tuple(tracer.profiles(owned)),
+        units=tuple(tracer.profiles(owned, rows)),
         buffer_bytes=sum(t.numel() * t.element_size() for t in twin.buffers()),
     )
 

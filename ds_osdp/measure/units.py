@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ds_osdp.profile import ParameterProfile
+from ds_osdp.split import sliced, unsplit_name
 
 __all__ = ["owned_parameters"]
 
@@ -13,23 +14,22 @@ def owned_parameters(model: nn.Module) -> dict[str, tuple[ParameterProfile, ...]
     """The parameters that each unit owns, by the name of the unit, in the order of definition.
 
     A tied parameter belongs to the first module that has it, in the order of ``named_parameters``; a module that is left with
-    none is no unit.
+    none is no unit.  What is split counts as it was before.
     """
-    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    owned = {}
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        named = [(prefix + name, p) for name, p in module.named_parameters(recurse=False)]
-        first = [(name, p) for name, p in named if first_names[id(p)] == name]
-        if first:
-            owned[path] = tuple(
-                ParameterProfile(
-                    name=name,
-                    # DeepSpeed leaves an empty tensor in the module and the true shape beside it.
-                    shape=tuple(getattr(p, "ds_shape", p.shape)),
-                    dtype=str(p.dtype).removeprefix("torch."),
-                    trainable=p.requires_grad,
-                )
-                for name, p in first
-            )
+    owned: dict[str, tuple[ParameterProfile, ...]] = {}
+    for name, parameter in model.named_parameters():
+        whole = sliced(parameter)
+        name, index = unsplit_name(name)
+        if index:
+            continue  # the first slice stands for all
+        # DeepSpeed leaves an empty tensor in the module and the true shape beside it.
+        shape = getattr(parameter, "ds_shape", parameter.shape) if whole is None else whole.shape
+        profile = ParameterProfile(
+            name=name,
+            shape=tuple(shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            trainable=parameter.requires_grad,
+        )
+        unit = name.rpartition(".")[0]
+        owned[unit] = (*owned.get(unit, ()), profile)
     return owned
