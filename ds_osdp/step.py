@@ -20,7 +20,20 @@ from ds_osdp.plan import Stage
 from ds_osdp.prices import Option, Price, Space, kept_until_backward, legal_options, price
 from ds_osdp.profile import DTYPE_BYTES, ModelProfile
 
-__all__ = ["Ahead", "Instance", "Kind", "Totals", "evaluate", "memory", "priced"]
+__all__ = [
+    "Ahead",
+    "Column",
+    "Instance",
+    "Kind",
+    "Totals",
+    "backward_ends",
+    "backward_ns",
+    "columns",
+    "evaluate",
+    "forward_ends",
+    "memory",
+    "priced",
+]
 
 Integers = npt.NDArray[np.int64]
 Column = Callable[[str], Integers]
@@ -171,12 +184,12 @@ def priced(
 
 def evaluate(problem: Instance, choice: Sequence[int]) -> Totals:
     """Add up one choice of an option index per unit, in exact integers: equations (1) to (6) of docs/model.md."""
-    column = _columns(problem, choice)
+    column = columns(problem, choice)
     n = len(problem.units)
-    first = _forward_ns(column, "gather_first_ns")
-    forward = _forward_ns(column, "gather_forward_ns")
-    last = _backward_ns(column, "last_backward_ns", "last_reduce_ns")
-    between = _backward_ns(column, "backward_ns", "reduce_ns")
+    first = int(forward_ends(column, "gather_first_ns")[1][-1])
+    forward = int(forward_ends(column, "gather_forward_ns")[1][-1])
+    last = backward_ns(column, "last_backward_ns", "last_reduce_ns")
+    between = backward_ns(column, "backward_ns", "reduce_ns")
     more = problem.accumulation - 1
     sizes, degrees = _moments(problem, column)
     peak = int(np.argmax(sizes))
@@ -190,12 +203,12 @@ def evaluate(problem: Instance, choice: Sequence[int]) -> Totals:
 
 def memory(problem: Instance, choice: Sequence[int]) -> dict[str, int]:
     """Bytes per rank at every moment of the step, in order: the left sides of equation (3)."""
-    sizes, degrees = _moments(problem, _columns(problem, choice))
+    sizes, degrees = _moments(problem, columns(problem, choice))
     names = [_moment_name(problem, i) for i in range(2 * len(problem.units))] + [_update_name(d) for d in degrees]
     return dict(zip(names, sizes.tolist(), strict=True))
 
 
-def _columns(problem: Instance, choice: Sequence[int]) -> Column:
+def columns(problem: Instance, choice: Sequence[int]) -> Column:
     """One price of every unit, by its name, as an array."""
     place = problem.kind_index * problem.widest + np.asarray(choice)
 
@@ -233,20 +246,32 @@ def _update_name(degree: int) -> str:
     return f"optimizer step of units spread over {degree}"
 
 
-def _forward_ns(column: Column, gather: str) -> int:
-    """Equation (4): gathers run on one channel in order, computation follows: a two-machine flow shop."""
-    return int(_behind(np.cumsum(column(gather)), column("forward_ns"))[-1])
+def forward_ends(column: Column, gather: str) -> tuple[Integers, Integers]:
+    """Equation (4): when the gather and the computation of each unit end, in nanoseconds from the begin of a forward.
+
+    Gathers run on one channel in order, computation follows: a two-machine flow shop.
+    """
+    gathered = np.cumsum(column(gather))
+    return gathered, _behind(gathered, column("forward_ns"))
 
 
-def _backward_ns(column: Column, computation: str, reduction: str) -> int:
-    """Equations (5) and (6): gathers, computation and reductions, each in order and each behind the one before."""
-    gather, reduce = column("gather_backward_ns")[::-1], column(reduction)[::-1]
-    waited = column("waited_ns")[::-1]
+def backward_ends(column: Column, computation: str, reduction: str) -> tuple[Integers, Integers, Integers]:
+    """Equations (5) and (6): when the gather, the computation and the reduction of each unit end, last unit first.
+
+    Each machine takes its work in order, and each piece behind the one before it.
+    """
     # What the units before have waited for was on the channel as well.
-    computed = _behind(np.cumsum(gather) + _sums(waited)[:-1], column(computation)[::-1])
-    reduced = _behind(computed, reduce)
+    gathered = np.cumsum(column("gather_backward_ns")[::-1]) + _sums(column("waited_ns")[::-1])[:-1]
+    computed = _behind(gathered, column(computation)[::-1])
+    return gathered, computed, _behind(computed, column(reduction)[::-1])
+
+
+def backward_ns(column: Column, computation: str, reduction: str) -> int:
+    """How long a backward takes: B of equation (5), or L of (6)."""
+    _, computed, reduced = backward_ends(column, computation, reduction)
     # Everything sent goes over one channel: together it takes its sum, whatever is in between.
-    return max(int(computed[-1]), int(reduced[-1]), int((gather + waited + reduce).sum()))
+    sent = column("gather_backward_ns") + column("waited_ns") + column(reduction)
+    return max(int(computed[-1]), int(reduced[-1]), int(sent.sum()))
 
 
 def _behind(ready: Integers, takes: Integers) -> Integers:
