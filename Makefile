@@ -4,19 +4,20 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check lint types layers format clean
+.PHONY: help demo test check docs lint types layers format clean
 
 help:
 	@echo "make demo    train a small GPT with stock ZeRO-3, then with a plan, and compare (3 minutes)"
 	@echo "make test    run the tests"
 	@echo "make check   lint, types, import layers and tests"
+	@echo "make docs    build the documentation into build/site"
 	@echo "make format  reformat the code"
 
 # torch comes first and pinned: a range would pull several GB of CUDA on a machine that may have no GPU.
 $(READY): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --editable ".[hf,plot,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --editable ".[hf,report,docs,dev]"
 	touch $@
 
 demo: $(READY)
@@ -36,6 +37,9 @@ layers: $(READY)
 	$(BIN)/lint-imports
 
 check: lint types layers test
+
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -109,6 +109,11 @@ class Price:
         """Held between steps."""
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes
 
+    def busy_ns(self, accumulation: int) -> int:
+        """All its computation and communication in a step of ``accumulation`` micro-steps, hidden or not."""
+        micro_step = self.gather_forward_ns + self.gather_backward_ns + self.forward_ns + self.backward_ns
+        return accumulation * micro_step + (accumulation - 1) * self.reduce_ns + self.last_reduce_ns + self.update_ns
+
 
 def ring_terms(operation: Operation, ranks: int) -> tuple[int, float]:
     """Hops of a collective over ``ranks`` ranks, and the share of the tensor that each rank sends.
