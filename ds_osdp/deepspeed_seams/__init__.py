@@ -1,6 +1,15 @@
 """The one door to DeepSpeed: every private name this package uses is behind it."""
 
-from ds_osdp.deepspeed_seams.engine import PlannedEngine, applying, attach, install, installed, state_bytes, uninstall
+from ds_osdp.deepspeed_seams.engine import (
+    PlannedEngine,
+    applying,
+    attach,
+    install,
+    installed,
+    is_destroyed,
+    state_bytes,
+    uninstall,
+)
 from ds_osdp.deepspeed_seams.placement import full_shapes
 from ds_osdp.deepspeed_seams.ranks import (
     broadcast_from_rank_zero,
@@ -26,6 +35,7 @@ __all__ = [
     "init_distributed",
     "install",
     "installed",
+    "is_destroyed",
     "least_of_all_ranks",
     "log_on_rank_zero",
     "missing_seams",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     osdp_sizes: CommunicationSizes
     osdp_deferred_bucket_bytes: int
     osdp_check_replicas_every: int
+    osdp_after_step: Callable[[], None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.update(self.osdp_sizes.model_dump())
@@ -180,6 +181,8 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         self._osdp_steps += 1
         if self.osdp_check_replicas_every and self._osdp_steps % self.osdp_check_replicas_every == 0:
             self.check_replicas()
+        if self.osdp_after_step is not None:
+            self.osdp_after_step()
 
     def checkpoint_event_epilogue(self) -> None:
         """Called by DeepSpeed after a checkpoint was saved or loaded, for which it has freed all whole parameters."""
