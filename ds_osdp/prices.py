@@ -111,8 +111,9 @@ class Price:
 
     def busy_ns(self, accumulation: int) -> int:
         """All its computation and communication in a step of ``accumulation`` micro-steps, hidden or not."""
-        micro_step = self.gather_forward_ns + self.gather_backward_ns + self.forward_ns + self.backward_ns
-        return accumulation * micro_step + (accumulation - 1) * self.reduce_ns + self.last_reduce_ns + self.update_ns
+        once = self.gather_first_ns + self.last_backward_ns + self.last_reduce_ns + self.update_ns
+        again = self.gather_forward_ns + self.backward_ns + self.reduce_ns
+        return once + (accumulation - 1) * again + accumulation * (self.gather_backward_ns + self.forward_ns)
 
 
 def ring_terms(operation: Operation, ranks: int) -> tuple[int, float]:

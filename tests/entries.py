@@ -13,7 +13,7 @@ import deepspeed
 import torch
 from cases import Case
 from models import GPT
-from training import PLANS, ds_config, micro_steps
+from training import CLUSTER, PLANS, ds_config, micro_steps
 
 import ds_osdp
 from ds_osdp.deepspeed_seams import installed

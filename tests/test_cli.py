@@ -76,7 +76,8 @@ def test_plan_as_json(folder: Path) -> None:
     assert "lm_head.weight" not in plan.stage_of, "tied: once, under its first name"
 
 
-def test_plan_as_text(folder: Path) -> None:
+def test_plan_as_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     done = ds_osdp(*BASE, *SIZES, folder=folder)
     assert done.returncode == 0, done.stderr
     assert "transformer.h.{0-1}.attn.c_attn" in done.stdout

@@ -154,8 +154,8 @@ def test_alternatives_say_why() -> None:
 
 
 def test_only_plans_of_one_model_can_be_compared() -> None:
-    one, _ = planned(share=0.3)
-    other, _ = planned(share=0.7)
+    one, _ = planned(share=0.02)
+    other, _ = planned(share=1.5)
     assert moved_units(one, one) == []
     assert 0 < len(moved_units(one, other)) <= len(one.units)
     with pytest.raises(PlanMismatchError, match="different"):

@@ -35,7 +35,7 @@ def main(deepspeed_plugin: Any = None) -> dict[str, Any]:
         with accelerator.accumulate(engine):
             loss = engine(input_ids=batch, labels=batch).loss
             accelerator.backward(loss)
-        losses.append(accelerator.gather(loss.detach()).mean().item())
+        losses.append(loss.item())
     accelerator.print("losses", losses, "planned", hasattr(engine, "osdp"))
     return {"losses": losses, "engine": engine}
 
