@@ -4,20 +4,21 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check compat lint types layers format clean
+.PHONY: help demo test check compat docs lint types layers format clean
 
 help:
 	@echo "make demo    train a small GPT with stock ZeRO-3, then with a plan, and compare (3 minutes)"
 	@echo "make test    run the tests"
 	@echo "make check   lint, types, import layers and tests"
 	@echo "make compat  run the tests on engines with the oldest DeepSpeed in range (10 minutes)"
+	@echo "make docs    build the documentation into build/site"
 	@echo "make format  reformat the code"
 
 # torch comes first and pinned: a range would pull several GB of CUDA on a machine that may have no GPU.
 $(READY): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --editable ".[hf,plot,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --editable ".[hf,report,docs,dev]"
 	touch $@
 
 demo: $(READY)
@@ -45,6 +46,9 @@ build/deepspeed-$(OLDEST): $(READY)
 
 compat: build/deepspeed-$(OLDEST)
 	PYTHONPATH=$(abspath $<) $(BIN)/python -m pytest tests/test_seams.py tests/test_entry.py tests/test_checkpoints.py tests/test_parity.py
+
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

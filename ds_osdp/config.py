@@ -7,7 +7,16 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+)
 
 from ds_osdp.cluster import Cluster
 from ds_osdp.errors import ConfigError
@@ -24,23 +33,31 @@ BUDGET_SHARE = 0.9
 """Of a device's memory that a plan may use when no budget is given: the rest is for what a prediction cannot know
 (fragments, the caching allocator)."""
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str)]
 
 
-class Rule(Frozen):
+class _Section(Frozen):
+    """Part of the configuration: its docstrings are also what its JSON Schema says."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Rule(_Section):
     """What the user pins: parameters whose name matches get this stage; the first rule that matches wins."""
 
     match: str = Field(min_length=1)
     """Shell-style pattern over parameter names, such as ``*.layers.0.*``."""
     stage: Stage
+    """The ZeRO stage they get."""
 
 
-class TensorSpec(Frozen):
+class TensorSpec(_Section):
     """One tensor of one sample."""
 
     shape: tuple[PositiveInt, ...]
     """Without the batch dimension, which comes first and is the micro-batch."""
     dtype: str = "int64"
+    """Of its elements, as torch calls it."""
 
     @field_validator("dtype")
     @classmethod
@@ -50,7 +67,7 @@ class TensorSpec(Frozen):
         return value
 
 
-class SolverConfig(Frozen):
+class SolverConfig(_Section):
     """How long and how exactly to search."""
 
     time_limit_s: PositiveFloat = 30.0
@@ -59,10 +76,11 @@ class SolverConfig(Frozen):
     """Relative distance to the bound at which the search may stop; 0 asks for a proven optimum."""
 
 
-class OsdpConfig(Frozen):
+class OsdpConfig(_Section):
     """The ``osdp`` section.  Leave a key out to have it chosen: there is no ``"auto"``."""
 
     enabled: bool = True
+    """False trains with stock ZeRO-3."""
     memory_budget: Bytes | None = None
     """Bytes per rank a plan may use, or text such as ``"14GiB"``.  Left out: 90% of the device's free memory, the
     smallest of all ranks."""
@@ -77,13 +95,14 @@ class OsdpConfig(Frozen):
     (``training_data``), and is advice in the log where the user does."""
     input: dict[str, TensorSpec] | None = None
     """Shapes and dtypes of one sample by argument of the model's ``forward``, for models that cannot tell."""
-    cluster: Cluster | str | None = None
+    cluster: Annotated[Cluster | str | None, WithJsonSchema({"type": ["object", "string", "null"]})] = None
     """A cluster file, or its content.  Left out: the links are measured when the job starts."""
     plan: str | None = None
     """A saved plan: apply it and solve nothing."""
     save_plan: str | None = None
     """Where rank 0 writes the plan it applies."""
     solver: SolverConfig = SolverConfig()
+    """How long and how exactly to search."""
     check_replicas_every: int = Field(0, ge=0)
     """Compare checksums of all replicated state between ranks every so many optimizer steps; 0 is never."""
 

@@ -86,11 +86,11 @@ def dry_run(
         # The copy has its dtype and device.  Torch changes fake parameters by swapping them, which weak references forbid.
         model._apply = lambda *_, **__: model  # type: ignore[method-assign]
     meter.made([*model.parameters(), *model.buffers()])
+    call = {"model": model, "model_parameters": list(model.parameters()), "config": _torch_only(ds_config)}
     with meter:
+        seams.split_slices(call, plan)
         with seams.applying(plan):
-            engine = deepspeed.initialize(
-                model=model, model_parameters=list(model.parameters()), config=_torch_only(ds_config)
-            )[0]
+            engine = deepspeed.initialize(**call)[0]
         seams.attach(engine, plan)
         inputs = {tensor.name: _input(tensor, runner, engine.device) for tensor in sample.cast(dtype).tensors}
         meter.made(inputs.values(), "other")

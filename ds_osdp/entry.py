@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable
 from copy import copy
+from functools import cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import deepspeed
 import torch
@@ -18,6 +21,8 @@ from ds_osdp.job import Job, job_from_config
 from ds_osdp.plan import Plan
 from ds_osdp.planner import best_micro_batch, make_plan
 from ds_osdp.prices import Space
+from ds_osdp.quantities import format_bytes
+from ds_osdp.question import Question
 from ds_osdp.refused import refuse_unsupported
 from ds_osdp.report import plan_text
 
@@ -32,6 +37,9 @@ __all__ = ["disable", "enable", "initialize"]
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 
 _stock_initialize: Initialize | None = None
+
+_engines: WeakSet[Any] = WeakSet()
+"""All that hold a plan: they share the memory of their device."""
 
 
 def initialize(
@@ -143,6 +151,7 @@ def apply_plan(
     with seams.applying(plan, check_replicas_every=check_replicas_every):
         result = stock(**call)
     seams.attach(result[0], plan)
+    _engines.add(result[0])
     return result
 
 
@@ -193,9 +202,8 @@ def _plan(section: OsdpConfig, model: nn.Module, job: Job, *, builds_loader: boo
     if cluster is None:
         cluster, origin = measure.cluster_of_this_job(machines)
         seams.log_on_rank_zero(f"{SECTION}: {origin}")
-    budget = section.memory_budget
-    if budget is None:
-        budget = int(BUDGET_SHARE * seams.least_of_all_ranks(measure.free_bytes(ranks_per_node)))
+    free = seams.least_of_all_ranks(measure.free_bytes(ranks_per_node))
+    budget = _budget(section, free, -seams.least_of_all_ranks(-_promised_bytes()))
     return seams.broadcast_from_rank_zero(
         lambda: _plan_on_rank_zero(section, model, job, cluster, budget, builds_loader=builds_loader)
     )
@@ -208,9 +216,34 @@ def _given_cluster(section: OsdpConfig, machines: Machines) -> Cluster | None:
     return cluster
 
 
+def _budget(section: OsdpConfig, free_bytes: int, promised_bytes: int) -> int:
+    """What a plan may use of ``free_bytes``, of which the plans of living engines may still take ``promised_bytes``.
+
+    Raises:
+        ConfigError: that leaves too little.
+    """
+    left = (free_bytes if section.memory_budget else int(BUDGET_SHARE * free_bytes)) - promised_bytes
+    if promised_bytes and left < (section.memory_budget or 1):
+        asked = format_bytes(section.memory_budget) if section.memory_budget else "all that is left"
+        raise ConfigError(
+            f"this engine is to have {asked}, and of {format_bytes(free_bytes)} free memory the plans of engines that "
+            f"already live may still take {format_bytes(promised_bytes)}: give each engine its share in {SECTION}.memory_budget"
+        )
+    return section.memory_budget or left
+
+
+def _promised_bytes() -> int:
+    """What the engines of this rank may still take beyond what they hold."""
+    if _engines:
+        gc.collect()  # One that was dropped lives on in cycles, and would keep its share.
+    plans = [engine.osdp.plan for engine in _engines if not seams.is_destroyed(engine)]
+    return sum(plan.budget_bytes - plan.resident_bytes for plan in plans)
+
+
 def _plan_on_rank_zero(
     section: OsdpConfig, model: nn.Module, job: Job, cluster: Cluster, budget: int, *, builds_loader: bool
 ) -> Plan:
+    @cache
     def profile_of(job: Job) -> ModelProfile:
         return measure.profile_for(section, model, job)
 
@@ -229,5 +262,5 @@ def _plan_on_rank_zero(
             f"and {plan.samples_per_second:.3g} as it is. Your script makes the batches, so it is left to you"
         )
     if section.save_plan is not None:
-        plan.save(section.save_plan)
+        Question.kept_in(plan, section, job, cluster, profile_of).save(section.save_plan)
     return plan

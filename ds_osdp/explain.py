@@ -11,11 +11,22 @@ from ds_osdp.errors import InfeasiblePlanError
 from ds_osdp.job import Job
 from ds_osdp.plan import Plan, Stage
 from ds_osdp.planner import BUILT, make_plan, pinned_stages
-from ds_osdp.prices import Space
+from ds_osdp.prices import Option, Space
 from ds_osdp.profile import ModelProfile
-from ds_osdp.step import Instance, evaluate, memory, priced
+from ds_osdp.schedule import Pass, schedule
+from ds_osdp.step import Instance, Moment, evaluate, priced, timeline
 
-__all__ = ["BudgetPoint", "Explanation", "RuleCost", "StockPoint", "UnitReason", "explain", "stock_points"]
+__all__ = [
+    "Alternative",
+    "BudgetPoint",
+    "Explanation",
+    "RuleCost",
+    "StockPoint",
+    "UnitReason",
+    "alternatives",
+    "explain",
+    "stock_points",
+]
 
 GIB = 1 << 30
 CURVE_POINTS = 7
@@ -56,6 +67,18 @@ class StockPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """One other option of one unit, everything else as the plan has it."""
+
+    unit: str
+    option: Option
+    chosen: bool
+    step_seconds: float
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RuleCost:
     """What the best plan without one user rule would save."""
 
@@ -70,13 +93,23 @@ class Explanation:
     binding_moment: str
     slack_bytes: int
     moments: dict[str, int]
+    """Bytes per rank at every moment of the step, in order."""
+    timeline: dict[str, tuple[int, ...]]
+    """The same by what holds it: bytes at every moment, by kind; together they are ``moments``."""
+    schedule: tuple[Pass, ...]
     units: tuple[UnitReason, ...]
-    one_gib_more: BudgetPoint
-    one_gib_less: BudgetPoint
+    more: BudgetPoint
+    """The best plan with ``delta_bytes`` more."""
+    less: BudgetPoint
     curve: tuple[BudgetPoint, ...]
     """Budget to step time, from the leanest budget to all that helps: the Pareto front."""
     stock: tuple[StockPoint, ...]
     rules: tuple[RuleCost, ...]
+
+    @property
+    def best_stock(self) -> StockPoint | None:
+        """The fastest uniform configuration that fits; None where none does."""
+        return min((point for point in self.stock if point.fits), key=lambda point: point.step_seconds, default=None)
 
 
 def explain(
@@ -88,6 +121,7 @@ def explain(
     space: Space = BUILT,
     rules: Sequence[Rule] = (),
     solver: SolverConfig | None = None,
+    delta_bytes: int = GIB,
 ) -> Explanation:
     """The reasons for ``plan``, from the same input that made it; every point of the curve is solved anew.
 
@@ -99,11 +133,10 @@ def explain(
         space: what units might take.
         rules: what the user pinned.
         solver: time limit and gap of each solve.
+        delta_bytes: how much more, and how much less, to look at beside the plan's own budget.
     """
     solver = solver or SolverConfig()
-    sized = job.model_copy(update=plan.sizes.model_dump())
-    problem = priced(profile, cluster, sized, space, pinned_stages(profile.units, rules))
-    choice = chosen_options(problem, plan)
+    problem, choice = _as_planned(plan, profile, cluster, job, space, rules)
 
     def best(budget: int, kept_rules: Sequence[Rule] = rules) -> BudgetPoint:
         if budget <= 0:
@@ -123,17 +156,53 @@ def explain(
     peaks = [point.peak_bytes for point in stock]
     least, most = min(peaks), max(peaks)
     budgets = [least + (most - least) * i // (CURVE_POINTS - 1) for i in range(CURVE_POINTS)]
+    moments = timeline(problem, choice)
     return Explanation(
         binding_moment=plan.peak_moment,
         slack_bytes=plan.budget_bytes - plan.peak_bytes,
-        moments=memory(problem, choice),
+        moments={moment.name: moment.total_bytes for moment in moments},
+        timeline=_by_kind(moments),
+        schedule=schedule(problem, choice),
         units=_units(problem, choice),
-        one_gib_more=best(plan.budget_bytes + GIB),
-        one_gib_less=best(plan.budget_bytes - GIB),
+        more=best(plan.budget_bytes + delta_bytes),
+        less=best(plan.budget_bytes - delta_bytes),
         curve=tuple(best(budget) for budget in budgets),
         stock=stock,
         rules=tuple(cost_of(rule) for rule in rules),
     )
+
+
+def alternatives(
+    plan: Plan,
+    profile: ModelProfile,
+    cluster: Cluster,
+    job: Job,
+    unit: int,
+    *,
+    space: Space = BUILT,
+    rules: Sequence[Rule] = (),
+) -> tuple[Alternative, ...]:
+    """Every option of the unit with that index: what the step would take and need if only this unit took it.
+
+    The other arguments are those of :func:`explain`.
+    """
+    problem, choice = _as_planned(plan, profile, cluster, job, space, rules)
+    found = []
+    for i, option in enumerate(problem.options(unit)):
+        totals = evaluate(problem, [*choice[:unit], i, *choice[unit + 1 :]])
+        fits = totals.peak_bytes <= plan.budget_bytes
+        seconds = totals.step_ns / 1e9
+        found.append(Alternative(plan.units[unit].name, option, i == choice[unit], seconds, totals.peak_bytes, fits))
+    return tuple(found)
+
+
+def _as_planned(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, job: Job, space: Space, rules: Sequence[Rule]
+) -> tuple[Instance, tuple[int, ...]]:
+    """The problem with the sizes of communication that ``plan`` chose, and its choice in there."""
+    sized = job.model_copy(update=plan.sizes.model_dump())
+    problem = priced(profile, cluster, sized, space, pinned_stages(profile.units, rules))
+    return problem, chosen_options(problem, plan)
 
 
 def chosen_options(problem: Instance, plan: Plan) -> tuple[int, ...]:
@@ -142,11 +211,15 @@ def chosen_options(problem: Instance, plan: Plan) -> tuple[int, ...]:
         next(
             i
             for i, option in enumerate(problem.options(u))
-            if (option.stage, option.degree, option.slices, option.recompute)
-            == (unit.stage, unit.degree, unit.slices, unit.recompute)
+            if (option.stage, option.degree, option.slices, option.whole_slices, option.recompute)
+            == (unit.stage, unit.degree, unit.slices, unit.whole_slices, unit.recompute)
         )
         for u, unit in enumerate(plan.units)
     )
+
+
+def _by_kind(moments: Sequence[Moment]) -> dict[str, tuple[int, ...]]:
+    return {kind: tuple(moment.bytes[kind] for moment in moments) for kind in moments[0].bytes}
 
 
 def _units(problem: Instance, choice: tuple[int, ...]) -> tuple[UnitReason, ...]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ds_osdp.errors import DocumentError
 
-__all__ = ["Document", "Frozen", "fingerprint", "one_line"]
+__all__ = ["Document", "Frozen", "fingerprint", "one_line", "write_whole"]
 
 DocumentT = TypeVar("DocumentT", bound="Document")
 
@@ -40,18 +40,7 @@ class Document(Frozen):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON form to ``path``: completely, or (when that fails) not at all."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # A half-written plan would be read by every rank of the next job: write beside it, then rename.
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(self.to_json())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(Path(path), self.to_json())
 
     @classmethod
     def from_dict(cls: type[DocumentT], value: Any, source: str = "the document") -> DocumentT:
@@ -88,6 +77,21 @@ class Document(Frozen):
         except ValueError as error:
             raise DocumentError(f"{os.fspath(path)} is not JSON: {error}") from error
         return cls.from_dict(value, source=os.fspath(path))
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Write ``text`` to ``target``: completely, or (when that fails) not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # A half-written plan would be read by every rank of the next job: write beside it, then rename.
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def fingerprint(value: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, ClassVar
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from ds_osdp.errors import PlanMismatchError
 from ds_osdp.frozen import Document, Frozen, fingerprint
@@ -43,6 +43,10 @@ class UnitPlan(Frozen):
     """Names of its parameters in the model, each under its first name."""
     elements: NonNegativeInt
     """Elements of all its parameters."""
+    held_bytes: NonNegativeInt = 0
+    """Predicted: what a rank holds of it between steps."""
+    busy_seconds: NonNegativeFloat = 0.0
+    """Predicted: what its computation and its communication take in one optimizer step, hidden or not."""
 
 
 class CommunicationSizes(Frozen):
@@ -71,6 +75,8 @@ class Provenance(Frozen):
     sample: str
     solver: str
     ds_osdp_version: str
+    question: dict[str, JsonValue] | None = None
+    """The JSON form of a :class:`ds_osdp.question.Question`, in plans that were saved: all that made the plan."""
 
 
 def model_fingerprint(shapes: Mapping[str, Sequence[int]]) -> str:
@@ -111,7 +117,7 @@ class Plan(Document):
     @property
     def plan_hash(self) -> str:
         """Hash of what is applied: equal on all ranks, or the job must not start."""
-        units = [unit.model_dump(mode="json") for unit in self.units]
+        units = [unit.model_dump(mode="json", exclude={"held_bytes", "busy_seconds"}) for unit in self.units]
         sizes = {**self.sizes.model_dump(), "deferred_bucket_bytes": self.deferred_bucket_bytes}
         return fingerprint({"world_size": self.world_size, "sizes": sizes, "units": units})
 

@@ -180,9 +180,11 @@ def _plan(
                 recompute=option.recompute,
                 parameters=tuple(parameter.name for parameter in unit.parameters),
                 elements=unit.numel,
+                held_bytes=paid.resident_bytes,
+                busy_seconds=paid.busy_ns(problem.accumulation) / 1e9,
             )
             for u, unit in enumerate(profile.units)
-            for option in (problem.options(u)[choice[u]],)
+            for option, paid in ((problem.options(u)[choice[u]], problem.prices(u)[choice[u]]),)
         ),
         provenance=Provenance(
             model=profile.model,

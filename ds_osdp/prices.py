@@ -123,6 +123,12 @@ class Price:
         """Held between steps."""
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes
 
+    def busy_ns(self, accumulation: int) -> int:
+        """All its computation and communication in a step of ``accumulation`` micro-steps, hidden or not."""
+        once = self.gather_first_ns + self.last_backward_ns + self.last_reduce_ns + self.update_ns
+        again = self.gather_forward_ns + self.backward_ns + self.reduce_ns
+        return once + (accumulation - 1) * again + accumulation * (self.gather_backward_ns + self.forward_ns)
+
 
 def ring_terms(operation: Operation, ranks: int) -> tuple[int, float]:
     """Hops of a collective over ``ranks`` ranks, and the share of the tensor that each rank sends.

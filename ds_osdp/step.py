@@ -29,7 +29,22 @@ from ds_osdp.prices import (
 )
 from ds_osdp.profile import DTYPE_BYTES, ModelProfile, Work
 
-__all__ = ["Instance", "Kind", "Live", "Moment", "Totals", "Window", "evaluate", "memory", "priced", "timeline"]
+__all__ = [
+    "Column",
+    "Instance",
+    "Kind",
+    "Live",
+    "Moment",
+    "Totals",
+    "Window",
+    "backward_ends",
+    "backward_ns",
+    "columns",
+    "evaluate",
+    "forward_ends",
+    "priced",
+    "timeline",
+]
 
 _LEAST_GATHER = 0.1
 """Of what a rank holds at least between steps: units that are larger when gathered are offered in slices."""
@@ -218,11 +233,11 @@ def priced(
 
 def evaluate(problem: Instance, choice: Sequence[int]) -> Totals:
     """Add up one choice of an option index per unit, in exact integers: equations (1) to (6) of docs/model.md."""
-    column = _columns(problem, choice)
-    first = _forward_ns(column, "gather_first_ns")
-    forward = _forward_ns(column, "gather_forward_ns")
-    last = _backward_ns(column, "last_backward_ns", "last_reduce_ns")
-    between = _backward_ns(column, "backward_ns", "reduce_ns")
+    column = columns(problem, choice)
+    first = int(forward_ends(column, "gather_first_ns")[1][-1])
+    forward = int(forward_ends(column, "gather_forward_ns")[1][-1])
+    last = backward_ns(column, "last_backward_ns", "last_reduce_ns")
+    between = backward_ns(column, "backward_ns", "reduce_ns")
     more = problem.accumulation - 1
     moments = _moments(problem, column)
     sizes = np.sum(list(moments.kinds.values()), axis=0)
@@ -252,7 +267,7 @@ class Moment:
 
 def timeline(problem: Instance, choice: Sequence[int]) -> tuple[Moment, ...]:
     """Bytes per rank by kind at every moment of the step, in order: the left sides of equation (3)."""
-    moments = _moments(problem, _columns(problem, choice))
+    moments = _moments(problem, columns(problem, choice))
     rows = zip(*(sizes.tolist() for sizes in moments.kinds.values()), strict=True)
     return tuple(
         Moment(_moment_name(problem, moments.degrees, i), dict(zip(moments.kinds, row, strict=True)))
@@ -260,12 +275,7 @@ def timeline(problem: Instance, choice: Sequence[int]) -> tuple[Moment, ...]:
     )
 
 
-def memory(problem: Instance, choice: Sequence[int]) -> dict[str, int]:
-    """Bytes per rank at every moment of the step, in order."""
-    return {moment.name: moment.total_bytes for moment in timeline(problem, choice)}
-
-
-def _columns(problem: Instance, choice: Sequence[int]) -> Column:
+def columns(problem: Instance, choice: Sequence[int]) -> Column:
     """One price of every unit, by its name, as an array."""
     place = problem.kind_index * problem.widest + np.asarray(choice)
 
@@ -343,20 +353,32 @@ def _moment_name(problem: Instance, degrees: Sequence[int], index: int) -> str:
     return f"forward of {problem.units[index]!r}" if index < n else f"backward of {problem.units[2 * n - 1 - index]!r}"
 
 
-def _forward_ns(column: Column, gather: str) -> int:
-    """Equation (4): gathers run on one channel in order, computation follows: a two-machine flow shop."""
-    return int(_behind(np.cumsum(column(gather)), column("forward_ns"))[-1])
+def forward_ends(column: Column, gather: str) -> tuple[Integers, Integers]:
+    """Equation (4): when the gather and the computation of each unit end, in nanoseconds from the begin of a forward.
+
+    Gathers run on one channel in order, computation follows: a two-machine flow shop.
+    """
+    gathered = np.cumsum(column(gather))
+    return gathered, _behind(gathered, column("forward_ns"))
 
 
-def _backward_ns(column: Column, computation: str, reduction: str) -> int:
-    """Equations (5) and (6): gathers, computation and reductions, each in order and each behind the one before."""
-    gather, reduce = column("gather_backward_ns")[::-1], column(reduction)[::-1]
-    waited = column("waited_ns")[::-1]
+def backward_ends(column: Column, computation: str, reduction: str) -> tuple[Integers, Integers, Integers]:
+    """Equations (5) and (6): when the gather, the computation and the reduction of each unit end, last unit first.
+
+    Each machine takes its work in order, and each piece behind the one before it.
+    """
     # What the units before have waited for was on the channel as well.
-    computed = _behind(np.cumsum(gather) + _sums(waited)[:-1], column(computation)[::-1])
-    reduced = _behind(computed, reduce)
+    gathered = np.cumsum(column("gather_backward_ns")[::-1]) + _sums(column("waited_ns")[::-1])[:-1]
+    computed = _behind(gathered, column(computation)[::-1])
+    return gathered, computed, _behind(computed, column(reduction)[::-1])
+
+
+def backward_ns(column: Column, computation: str, reduction: str) -> int:
+    """How long a backward takes: B of equation (5), or L of (6)."""
+    _, computed, reduced = backward_ends(column, computation, reduction)
     # Everything sent goes over one channel: together it takes its sum, whatever is in between.
-    return max(int(computed[-1]), int(reduced[-1]), int((gather + waited + reduce).sum()))
+    sent = column("gather_backward_ns") + column("waited_ns") + column(reduction)
+    return max(int(computed[-1]), int(reduced[-1]), int(sent.sum()))
 
 
 def _behind(ready: Integers, takes: Integers) -> Integers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,71 +195,3 @@ def refusals(folder: str) -> dict[str, str]:
     # Nothing was left behind: a good configuration still trains.
     found["afterwards"] = str(losses(start(good))[-1] < 6)
     return found
-
-
-def hugging_face_trainer(folder: str, plan: str) -> dict[str, Any]:
-    """The HF Trainer with ``deepspeed=``: from_pretrained under zero.Init, "auto" elsewhere, bf16, gradient accumulation."""
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-    torch.set_num_threads(1)
-    rules = PLANS[plan]
-    if rules is not None:
-        rules = [{"match": "*.ln_*", "stage": 0}, {"match": "*.h.0.*", "stage": 0}, {"match": "*", "stage": 3}]
-    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-        "zero_optimization": {**zero, "stage3_gather_16bit_weights_on_model_save": True},
-    }
-    if rules is not None:
-        config["osdp"] = {"memory_budget": "1GiB", "rules": rules, "cluster": CLUSTER}
-        ds_osdp.enable()
-    output = f"{folder}/{plan}"
-    arguments = TrainingArguments(
-        output_dir=output,
-        deepspeed=config,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=4,
-        logging_steps=1,
-        report_to=[],
-        bf16=True,
-        use_cpu=True,
-        save_strategy="no",
-        learning_rate=1e-3,
-        lr_scheduler_type="constant",
-        seed=1,
-        max_grad_norm=0.5,
-        disable_tqdm=True,
-    )
-    rank = int(os.environ["RANK"])
-    source = f"{folder}/source"
-    shape = GPT2Config(n_layer=2, n_embd=48, n_head=4, vocab_size=300, n_positions=64)
-    if not Path(source).exists() and rank == 0:
-        torch.manual_seed(0)
-        sys.stdout.flush()
-        import transformers.integrations.deepspeed as integration
-
-        weak = integration._hf_deepspeed_config_weak_ref
-        integration._hf_deepspeed_config_weak_ref = None  # not under zero.Init: an ordinary checkpoint to start from
-        GPT2LMHeadModel(shape).save_pretrained(source)
-        integration._hf_deepspeed_config_weak_ref = weak
-    torch.distributed.barrier()
-    model = GPT2LMHeadModel.from_pretrained(source)
-    partitioned_at_load = all(hasattr(p, "ds_id") for p in model.parameters())
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(0, 300, (32,), generator=generator) for _ in range(32)]
-    trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row.clone()} for row in rows])
-    trainer.train()
-    trainer.save_model(output)
-    engine = trainer.model_wrapped
-    return {
-        "partitioned at load": partitioned_at_load,
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "stages": sorted({int(s) for s in engine.osdp.plan.stage_of.values()}) if rules else [],
-        "whole": sum(p.ds_zero_partition_world_size == 1 for p in engine.module.parameters()),
-        "saved": sorted(p.name for p in Path(output).iterdir()),
-    }

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from launch import on_ranks
 
-HERE = Path(__file__).resolve().parent
-
 
 def test_importing_patches_nothing_and_loads_neither_deepspeed_nor_pyomo() -> None:
     code = "import sys, ds_osdp; print(sorted({'deepspeed', 'pyomo', 'torch', 'highspy'} & set(sys.modules)), ds_osdp.Plan)"
@@ -144,32 +142,6 @@ def test_bad_input_is_refused_on_all_ranks(case: str) -> None:
 def test_a_refusal_leaves_nothing_behind() -> None:
     assert refused()["untouched"] == "True"
     assert refused()["afterwards"] == "True"
-
-
-@pytest.mark.ranks
-def test_hugging_face_trainer(tmp_path: Path) -> None:
-    stock = on_ranks(2, "entries:hugging_face_trainer", str(tmp_path), "stock")
-    planned = on_ranks(2, "entries:hugging_face_trainer", str(tmp_path), "some")
-    assert planned["partitioned at load"]
-    assert planned["stages"] == [0, 3]
-    assert planned["whole"] > 0 == stock["whole"]
-    assert planned["losses"] == pytest.approx(stock["losses"], rel=2**-7)
-    assert "model.safetensors" in planned["saved"]
-
-
-@pytest.mark.ranks
-def test_an_untouched_script_by_the_runner(tmp_path: Path) -> None:
-    """``deepspeed --module ds_osdp.run`` and ``torchrun --module``: the script imports nothing of ours."""
-    script = tmp_path / "train.py"
-    script.write_text((HERE / "untouched.py").read_text())
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu"}
-    environment["OMP_NUM_THREADS"] = "1"
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--module", "ds_osdp.run"]
-    done = subprocess.run(
-        [*launcher, str(script), "--deepspeed", "3"], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "planned stages [0, 3] argument 3" in done.stdout
 
 
 def test_the_runner_names_a_missing_script(tmp_path: Path) -> None:

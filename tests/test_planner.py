@@ -380,8 +380,8 @@ def test_an_explanation_adds_up() -> None:
     assert all(unit.seconds_per_gib > 0 for unit in reasons.units if unit.stage is Stage.REPLICATED)
     seconds = [point.step_seconds for point in reasons.curve if point.step_seconds is not None]
     assert seconds == sorted(seconds, reverse=True)
-    assert reasons.one_gib_more.step_seconds <= plan.step_seconds
-    assert reasons.one_gib_less.step_seconds is None
+    assert reasons.more.step_seconds <= plan.step_seconds
+    assert reasons.less.step_seconds is None
     assert reasons.rules[0].seconds >= 0
     names = {point.name: point for point in reasons.stock}
     assert set(names) == {"DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, best threshold"}

@@ -1,8 +1,4 @@
-"""The command line, ``ds-osdp``: one module a verb.
-
-Exit status: 0 done; 2 bad input; 3 no plan fits (``plan``, ``dry-run``) or DeepSpeed does not fit this package
-(``check``).
-"""
+"""The command line, ``ds-osdp``: one module a verb."""
 
 from __future__ import annotations
 
@@ -10,18 +6,30 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_osdp.cli import calibrate, check, dry_run, plan
+import shtab
+
+from ds_osdp.cli import calibrate, check, diff, dry_run, explain, plan, run
 from ds_osdp.cli.output import EXIT_BAD_INPUT, EXIT_INFEASIBLE, print_json
 from ds_osdp.errors import InfeasiblePlanError, OsdpError
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
-_VERBS = (plan, calibrate, dry_run, check)
+_VERBS = (plan, explain, diff, dry_run, calibrate, run, check)
+
+_STATUSES = """\
+exit status:
+  0  done
+  2  bad input, or a file that is not what it should be
+  3  no plan fits (plan), the job does not fit (dry-run), or the installed DeepSpeed does not fit this package (check)
+
+completion of your shell:
+  ds-osdp --print-completion bash > ~/.local/share/bash-completion/completions/ds-osdp     (also zsh, tcsh)
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
     except InfeasiblePlanError as error:
@@ -32,8 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, EXIT_BAD_INPUT)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ds-osdp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser() -> argparse.ArgumentParser:
+    """All verbs with their arguments."""
+    parser = argparse.ArgumentParser(
+        prog="ds-osdp",
+        description="Plan which ZeRO stage each module of a model gets, and say why.",
+        epilog=_STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    shtab.add_argument_to(parser)
     # The deepspeed launcher puts it before the arguments of every program it starts.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")

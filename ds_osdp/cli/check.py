@@ -18,7 +18,12 @@ __all__ = ["add"]
 
 def add(verbs: Verbs) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser("check", help="say whether the installed DeepSpeed has every seam this package needs")
+    parser = verbs.add_parser(
+        "check",
+        help="say whether the installed DeepSpeed has every seam this package needs",
+        epilog="example:\n  ds-osdp check --format json\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_format(parser)
     parser.set_defaults(run=_check)
 

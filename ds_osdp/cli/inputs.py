@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ds_osdp.profile import ModelProfile
 
-__all__ = ["Inputs", "add_inputs", "positive", "read_inputs"]
+__all__ = ["Inputs", "add_inputs", "positive", "read_inputs", "size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,15 @@ class Inputs:
     """On the meta device."""
 
 
-def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """The arguments that describe a job."""
+def add_inputs(
+    parser: argparse.ArgumentParser, world_size: Callable[[str], Any] | None = None, world_size_help: str = "number of ranks"
+) -> None:
+    """The arguments that describe a job; a verb may read ``--world-size`` in its own way."""
     parser.add_argument("--config", required=True, metavar="DS.json", help="the DeepSpeed JSON")
     parser.add_argument("--model", required=True, metavar="hf:CONFIG.json|py:MODULE:CALLABLE", help="what to train")
-    parser.add_argument("--world-size", required=True, type=positive, metavar="N", help="number of ranks")
+    parser.add_argument("--world-size", required=True, type=world_size or positive, metavar="N", help=world_size_help)
     parser.add_argument("--ranks-per-node", type=positive, metavar="K", help="default: the cluster's")
-    parser.add_argument("--memory-budget", type=_size, metavar="SIZE", help="per rank, such as 70GiB; overrides the JSON")
+    parser.add_argument("--memory-budget", type=size, metavar="SIZE", help="per rank, such as 70GiB; overrides the JSON")
     parser.add_argument("--micro-batch", type=positive, metavar="B", help="samples; overrides the JSON")
     parser.add_argument(
         "--sequence-length", type=positive, metavar="S", help="tokens of one sample, for models with text input"
@@ -138,7 +140,8 @@ def positive(text: str) -> int:
     return value
 
 
-def _size(text: str) -> int:
+def size(text: str) -> int:
+    """Bytes, as people write them."""
     try:
         return parse_bytes(int(text) if text.lstrip("-").isdecimal() else text)
     except ValueError as error:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["EXIT_BAD_INPUT", "EXIT_INFEASIBLE", "EXIT_UNFIT_DEEPSPEED", "add_format", "print_json"]
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+__all__ = ["EXIT_BAD_INPUT", "EXIT_INFEASIBLE", "EXIT_UNFIT_DEEPSPEED", "add_format", "print_json", "working"]
 
 EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
@@ -26,3 +31,12 @@ def add_format(parser: argparse.ArgumentParser) -> None:
 def print_json(value: Any) -> None:
     """Print ``value`` and nothing else."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal that something goes on, and for how long; nothing stays when it ends."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        progress.add_task(what)
+        yield

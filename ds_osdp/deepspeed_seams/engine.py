@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_osdp.deepspeed_seams import layout
 from ds_osdp.deepspeed_seams.access import gathered_enter, gathered_exit, gathered_init, parameter_access
+from ds_osdp.deepspeed_seams.metrics import watch_steps
 from ds_osdp.deepspeed_seams.optimizer import PlannedStage3Optimizer, planned_optimizer_class
 from ds_osdp.deepspeed_seams.placement import place, verify
 from ds_osdp.deepspeed_seams.seams import Patch, check_seams, patches_installed
@@ -29,7 +30,17 @@ from ds_osdp.split import unsplit_name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PlannedEngine", "applying", "attach", "install", "installed", "state_bytes", "state_tensors", "uninstall"]
+__all__ = [
+    "PlannedEngine",
+    "applying",
+    "attach",
+    "install",
+    "installed",
+    "is_destroyed",
+    "state_bytes",
+    "state_tensors",
+    "uninstall",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +129,11 @@ def state_tensors(engine: Any) -> dict[str, list[torch.Tensor]]:
     }
 
 
+def is_destroyed(engine: Any) -> bool:
+    """Whether ``engine.destroy()`` was called: it holds nothing any more, even if somebody still holds it."""
+    return not engine.optimizer.ipg_buckets
+
+
 def attach(engine: Any, plan: Plan) -> None:
     """Compare the engine with the plan and hang the plan's handle on it.
 
@@ -126,6 +142,7 @@ def attach(engine: Any, plan: Plan) -> None:
     """
     verify(engine.module.named_parameters(), plan)
     engine.osdp = PlannedEngine(engine, plan)
+    watch_steps(engine, plan)
 
 
 def _sizes(plan: Plan) -> CommunicationSizes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     osdp_check_replicas_every: int
     micro_step_id: int
     """DeepSpeed's: of the micro-step at work, in the optimizer step."""
+    osdp_after_step: Callable[[], None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.update(self.osdp_sizes.model_dump())
@@ -263,6 +264,8 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         self._osdp_steps += 1
         if self.osdp_check_replicas_every and self._osdp_steps % self.osdp_check_replicas_every == 0:
             self.check_replicas()
+        if self.osdp_after_step is not None:
+            self.osdp_after_step()
 
     def _partition_all_parameters(self) -> None:
         """Called by DeepSpeed before a step and a checkpoint."""

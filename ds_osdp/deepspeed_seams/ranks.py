@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -105,7 +106,8 @@ def least_of_all_ranks(value: int) -> int:
 
 def log_on_rank_zero(message: str) -> None:
     """Write ``message`` to DeepSpeed's log, once per job."""
-    log_dist(message, ranks=[0])
+    # DeepSpeed's logger shows nothing below a warning, and users are to see what their model is planned as.
+    log_dist(message, ranks=[0], level=logging.WARNING)
 
 
 def gather_from_all_ranks(value: T) -> list[T]:

@@ -1,0 +1,50 @@
+"""Every client trains as the same script without a plan does."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from typing import Any
+
+import pytest
+from launch import on_ranks
+
+CLIENTS = {"mixtral": 1e-5, "lora": 1e-5, "actor_critic": 1e-5, "trainer": 2**-7, "accelerate": 1e-5}
+"""Each with how far its losses may be from stock's: in bf16 (trainer) an ulp, else the order of summation."""
+
+
+@functools.cache
+def clients() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return on_ranks(2, "clients:in_one_start", folder)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("client", CLIENTS)
+def test_losses_are_those_without_a_plan(client: str) -> None:
+    stock, planned = clients()[f"{client} stock"], clients()[f"{client} planned"]
+    assert all(stages is None for stages in stock["stages"])
+    assert all(stages for stages in planned["stages"])
+    for name in stock.keys() - {"stages"}:
+        assert planned[name] == pytest.approx(stock[name], rel=CLIENTS[client]), name
+
+
+@pytest.mark.ranks
+def test_every_step_is_written_to_the_monitor() -> None:
+    steps, seconds = clients()["measured"]
+    assert steps == [1, 2, 3, 4]
+    assert seconds > 0
+
+
+@pytest.mark.ranks
+def test_two_engines_cannot_promise_the_same_memory_twice() -> None:
+    assert "give each engine its share in osdp.memory_budget" in clients()["greedy"]
+
+
+@pytest.mark.ranks
+def test_the_trainer_resumes_where_it_was() -> None:
+    for kind in ("stock", "planned"):
+        found = clients()[f"trainer {kind}"]
+        assert found["resumed"][-2:] == pytest.approx(found["losses"][-2:], rel=2**-7)
+    assert clients()["partitioned at load"]
+    assert "model.safetensors" in clients()["saved"]
