@@ -230,7 +230,7 @@ def _split_price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, 
     at_once = (*rest, max(spread, key=lambda p: p.numel))
     whole_option = replace(option, slices=1, whole_slices=0)
     alone = _price(unit.model_copy(update={"parameters": at_once}), whole_option, job, cluster, gathered_again=gathered_again)
-    # Every slice but one reads the input again, and adds to its gradient: two of these are alive.
+    # Every slice but one reads the input again, and adds to its gradient.
     again = nanoseconds((option.slices - 1) * unit.activation_bytes / cluster.device.bytes_per_second)
     # The trace saw the gradient of the whole weight; those of slices are made in turn.
     apart = (weight.numel - at_once[-1].numel) * DTYPE_BYTES[job.parameter_dtype] * weight.trainable
@@ -243,7 +243,7 @@ def _split_price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, 
             "waiting_bytes": alone.waiting_bytes,
             "backward_bytes": max(0, unit.backward_transient_bytes - apart)
             + alone.waiting_bytes
-            + unit.activation_bytes * (1 + option.recompute),
+            + unit.activation_bytes * option.recompute,
             "norm_bytes": max(gathered.norm_bytes, held.norm_bytes),
             "gather_first_ns": 0,
             "gather_forward_ns": 0,
