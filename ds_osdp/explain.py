@@ -92,10 +92,8 @@ class Explanation:
 
     binding_moment: str
     slack_bytes: int
-    moments: dict[str, int]
-    """Bytes per rank at every moment of the step, in order."""
-    timeline: dict[str, tuple[int, ...]]
-    """The same by what holds it: bytes at every moment, by kind; together they are ``moments``."""
+    timeline: tuple[Moment, ...]
+    """Bytes per rank by kind at every moment of the step, in order."""
     schedule: tuple[Pass, ...]
     units: tuple[UnitReason, ...]
     more: BudgetPoint
@@ -156,12 +154,10 @@ def explain(
     peaks = [point.peak_bytes for point in stock]
     least, most = min(peaks), max(peaks)
     budgets = [least + (most - least) * i // (CURVE_POINTS - 1) for i in range(CURVE_POINTS)]
-    moments = timeline(problem, choice)
     return Explanation(
         binding_moment=plan.peak_moment,
         slack_bytes=plan.budget_bytes - plan.peak_bytes,
-        moments={moment.name: moment.total_bytes for moment in moments},
-        timeline=_by_kind(moments),
+        timeline=timeline(problem, choice),
         schedule=schedule(problem, choice),
         units=_units(problem, choice),
         more=best(plan.budget_bytes + delta_bytes),
@@ -216,10 +212,6 @@ def chosen_options(problem: Instance, plan: Plan) -> tuple[int, ...]:
         )
         for u, unit in enumerate(plan.units)
     )
-
-
-def _by_kind(moments: Sequence[Moment]) -> dict[str, tuple[int, ...]]:
-    return {kind: tuple(moment.bytes[kind] for moment in moments) for kind in moments[0].bytes}
 
 
 def _units(problem: Instance, choice: tuple[int, ...]) -> tuple[UnitReason, ...]:

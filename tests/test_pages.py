@@ -40,7 +40,9 @@ def commands(page: Path) -> list[str]:
 
 
 COMMANDS = list(dict.fromkeys(command for page in PAGES for command in commands(page)))
-PLANNING = {page: [c for c in commands(page) if c.startswith("ds-osdp ") and c != "ds-osdp check"] for page in PAGES}
+# These run DeepSpeed, which does not belong in the process of the tests.
+APART = [c for c in COMMANDS if c.startswith(("ds-osdp check", "ds-osdp dry-run", "python -m "))]
+PLANNING = {page: [c for c in commands(page) if c.startswith("ds-osdp ") and c not in APART] for page in PAGES}
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +86,13 @@ def test_the_planning_commands(
             assert len(capsys.readouterr().out) > 100
 
 
-@pytest.mark.parametrize("command", ["ds-osdp check", "python -m ds_osdp.schema"])
+@pytest.mark.parametrize("command", APART)
 def test_the_other_commands(command: str, folder: Path) -> None:
-    assert command in COMMANDS
-    program = {"ds-osdp": ["-m", "ds_osdp"], "python": []}[command.split()[0]]
-    done = subprocess.run(
-        [sys.executable, *program, *command.split()[1:]], cwd=folder, capture_output=True, timeout=120, check=True
-    )
-    assert len(done.stdout) > 1000
+    program, *arguments = shlex.split(command)
+    line = [sys.executable, *(["-m", "ds_osdp"] if program == "ds-osdp" else []), *arguments]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(line, cwd=folder, capture_output=True, env=environment, timeout=200, check=True)
+    assert len(done.stdout) > 500
 
 
 @pytest.mark.ranks

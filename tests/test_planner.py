@@ -373,7 +373,8 @@ def test_an_explanation_adds_up() -> None:
     rules = [Rule(match="u0.*", stage=Stage.FULLY_SHARDED)]
     plan = make_plan(profile, cluster, job, (low + high) // 2, space=BOTH, rules=rules)
     reasons = explain(plan, profile, cluster, job, space=BOTH, rules=rules)
-    assert reasons.moments[reasons.binding_moment] == plan.peak_bytes == max(reasons.moments.values())
+    moments = {moment.name: moment.total_bytes for moment in reasons.timeline}
+    assert moments[reasons.binding_moment] == plan.peak_bytes == max(moments.values())
     assert reasons.slack_bytes == plan.budget_bytes - plan.peak_bytes >= 0
     assert [unit.name for unit in reasons.units] == [unit.name for unit in plan.units]
     assert all((unit.bytes_spent > 0) == (unit.stage is Stage.REPLICATED) for unit in reasons.units)

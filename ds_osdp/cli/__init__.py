@@ -14,13 +14,13 @@ from ds_osdp.errors import InfeasiblePlanError, OsdpError
 
 __all__ = ["main", "make_parser"]
 
-_VERBS = (plan, explain, diff, dry_run, calibrate, run, check)
+_VERBS = (plan, explain, diff, calibrate, dry_run, run, check)
 
 _STATUSES = """\
 exit status:
   0  done
   2  bad input, or a file that is not what it should be
-  3  no plan fits (plan), the job does not fit (dry-run), or the installed DeepSpeed does not fit this package (check)
+  3  no plan fits (plan, dry-run), or the installed DeepSpeed does not fit this package (check)
 
 completion of your shell:
   ds-osdp --print-completion bash > ~/.local/share/bash-completion/completions/ds-osdp     (also zsh, tcsh)

@@ -65,16 +65,15 @@ def _explain(arguments: argparse.Namespace) -> int:
     # pyomo takes seconds to import: not before the input is known to be good.
     from ds_osdp.explain import explain
 
-    section = question.section
     with working("solving for other budgets"):
         reasons = explain(
             plan,
             question.profile,
             question.cluster,
             question.job,
-            space=Space(section.stages, node_degree=question.cluster.node_differs),
-            rules=section.rules,
-            solver=section.solver,
+            space=_space(question),
+            rules=question.section.rules,
+            solver=question.section.solver,
             delta_bytes=arguments.more,
         )
     written: list[Path] = []
@@ -103,9 +102,8 @@ def _why(arguments: argparse.Namespace, plan: Plan, question: Question) -> int:
     if not chosen:
         names = ", ".join(repr(unit.name) for unit in plan.units[:3])
         raise ConfigError(f"--unit {arguments.unit!r} names no unit; units are named like {names}")
-    section = question.section
     made_from = question.profile, question.cluster, question.job
-    search: dict[str, Any] = {"space": Space(section.stages, node_degree=question.cluster.node_differs), "rules": section.rules}
+    search: dict[str, Any] = {"space": _space(question), "rules": question.section.rules}
     found: list[tuple[Alternative, ...]] = [alternatives(plan, *made_from, u, **search) for u in chosen]
     if arguments.format == "json":
         rows: list[dict[str, Any]] = [asdict(other) for options in found for other in options]
@@ -113,3 +111,9 @@ def _why(arguments: argparse.Namespace, plan: Plan, question: Question) -> int:
     else:
         Console().print(alternatives_renderable(plan, found))
     return 0
+
+
+def _space(question: Question) -> Space:
+    """What units might take when the plan was made."""
+    section = question.section
+    return Space(section.stages, max_slices=section.max_slices, node_degree=question.cluster.node_differs)

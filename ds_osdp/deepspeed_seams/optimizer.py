@@ -35,9 +35,9 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     osdp_sizes: CommunicationSizes
     osdp_deferred_bucket_bytes: int
     osdp_check_replicas_every: int
+    osdp_after_step: Callable[[], None] | None = None
     micro_step_id: int
     """DeepSpeed's: of the micro-step at work, in the optimizer step."""
-    osdp_after_step: Callable[[], None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.update(self.osdp_sizes.model_dump())

@@ -61,33 +61,33 @@ def figures(plan: Plan, reasons: Explanation, measured: Measured | None) -> dict
 
 
 def _memory(plan: Plan, reasons: Explanation) -> Any:
-    names = list(reasons.moments)
-    passes = sum(name.startswith("forward") for name in names)
+    moments = reasons.timeline
+    passes = sum(moment.name.startswith("forward") for moment in moments)
     # The update is one moment beside hundreds: it gets the width of a few, or nobody would see it.
-    width = max(1, len(names) // 16)
-    edges = [*range(2 * passes), *(2 * passes + width * i for i in range(len(names) - 2 * passes + 1))]
+    width = max(1, len(moments) // 16)
+    edges = [*range(2 * passes), *(2 * passes + width * i for i in range(len(moments) - 2 * passes + 1))]
+    drawn = [*moments, moments[-1]]
     figure = go.Figure()
-    for colour, (kind, sizes) in zip(_KIND_COLOURS, reasons.timeline.items(), strict=False):
+    for colour, kind in zip(_KIND_COLOURS, moments[0].bytes, strict=False):
+        sizes = [moment.bytes[kind] for moment in drawn]
         figure.add_scatter(
             x=edges,
-            y=[size / GIB for size in (*sizes, sizes[-1])],
+            y=[size / GIB for size in sizes],
             name=kind.replace("_", " "),
             stackgroup="held",
             line={"width": 0, "shape": "hv", "color": colour},
             fillcolor=colour,
-            customdata=[format_bytes(size) for size in (*sizes, sizes[-1])],
+            customdata=[format_bytes(size) for size in sizes],
             hovertemplate="%{customdata}",
         )
     figure.add_scatter(
         x=edges,
-        y=[size / GIB for size in (*reasons.moments.values(), list(reasons.moments.values())[-1])],
+        y=[moment.total_bytes / GIB for moment in drawn],
         name="all",
         mode="lines",
         line={"width": 1, "shape": "hv", "color": _QUIET},
         showlegend=False,
-        customdata=[
-            f"{name}: {format_bytes(size)}" for name, size in [*reasons.moments.items(), list(reasons.moments.items())[-1]]
-        ],
+        customdata=[f"{moment.name}: {format_bytes(moment.total_bytes)}" for moment in drawn],
         hovertemplate="<b>%{customdata}</b><extra></extra>",
     )
     budget = f"budget {format_bytes(plan.budget_bytes)}"
