@@ -128,7 +128,10 @@ def test_a_plan_that_does_not_say_what_made_it(folder: Path) -> None:
 
 
 def test_the_difference_of_two_plans(folder: Path) -> None:
-    one, other = planned(folder, "one.json"), planned(folder, "other.json", "40MiB")
+    one = planned(folder, "one.json")
+    rules = [{"match": "*.wte.*", "stage": 3}, {"match": "*.wpe.*", "stage": 0}]
+    (folder / "ds.json").write_text(json.dumps({**CONFIG, "osdp": {"rules": rules}}))
+    other = planned(folder, "other.json", "40MiB")
     done = ds_osdp("diff", "one.json", "other.json", folder=folder)
     assert done.returncode == 0, done.stderr
     assert "units placed otherwise" in done.stdout

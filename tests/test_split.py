@@ -105,7 +105,7 @@ def test_the_peak_of_a_big_projection_falls() -> None:
 @pytest.mark.ranks
 def test_what_does_not_fit_whole_trains_in_slices() -> None:
     row = on_ranks(2, "splits:trains_within_its_budget")
-    assert "backward of '2'" in row["refused"]
+    assert "into 4 slices" in row["refused"]
     assert max(unit.slices for unit in row["plan"].units) > 1
     assert row["losses"][-1] < row["losses"][0]
     assert row["peak_bytes"] <= row["plan"].budget_bytes
