@@ -73,6 +73,7 @@ def test_no_command_is_left_out() -> None:
     assert [command for command in COMMANDS if not command.startswith(known)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page, own in PLANNING.items() if own], ids=lambda page: page.name)
 def test_the_planning_commands(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -86,6 +87,7 @@ def test_the_planning_commands(
             assert len(capsys.readouterr().out) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", APART)
 def test_the_other_commands(command: str, folder: Path) -> None:
     program, *arguments = shlex.split(command)
@@ -95,6 +97,7 @@ def test_the_other_commands(command: str, folder: Path) -> None:
     assert len(done.stdout) > 500
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(LAUNCHERS)])
 def test_the_launchers(command: str, folder: Path) -> None:
