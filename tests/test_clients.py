@@ -19,6 +19,7 @@ def clients() -> dict[str, Any]:
         return on_ranks(2, "clients:in_one_start", folder)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("client", CLIENTS)
 def test_losses_are_those_without_a_plan(client: str) -> None:
@@ -29,6 +30,7 @@ def test_losses_are_those_without_a_plan(client: str) -> None:
         assert planned[name] == pytest.approx(stock[name], rel=CLIENTS[client]), name
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_every_step_is_written_to_the_monitor() -> None:
     steps, seconds = clients()["measured"]
@@ -36,11 +38,13 @@ def test_every_step_is_written_to_the_monitor() -> None:
     assert seconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_two_engines_cannot_promise_the_same_memory_twice() -> None:
     assert "give each engine its share in osdp.memory_budget" in clients()["greedy"]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_trainer_resumes_where_it_was() -> None:
     for kind in ("stock", "planned"):

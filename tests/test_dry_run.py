@@ -44,6 +44,7 @@ def printed(done: subprocess.CompletedProcess[str], status: int = 0) -> dict[str
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_shapes_and_data_need_the_same_and_were_predicted(tmp_path: Path) -> None:
     on_shapes = printed(dry_run(tmp_path, "--format", "json"))
@@ -60,6 +61,7 @@ def test_shapes_and_data_need_the_same_and_were_predicted(tmp_path: Path) -> Non
     assert states == pytest.approx(update["optimizer_states"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_what_does_not_fit_has_its_own_status(tmp_path: Path) -> None:
     done = dry_run(tmp_path, "--memory-budget", "10MiB")

@@ -136,6 +136,17 @@ ROWS += [(4, name, plan) for name in BASIC[:2] for plan in (*PLANNED, "mixed", *
 ROWS += [(4, name, "everything") for name in NODE_CASES]
 
 
+SLOW = ("torch.compile", "LoRA", "mixture of experts, leaf modules")
+"""Cases that compile, or import Hugging Face's libraries."""
+
+
+def is_slow(world_size: int, name: str) -> bool:
+    return world_size == 4 or name in SLOW
+
+
+PARAMETERS = [pytest.param(*row, marks=pytest.mark.slow if is_slow(*row[:2]) else ()) for row in ROWS]
+
+
 def case(name: str, world_size: int) -> Case:
     chosen = Case(name=name, **CASES[name])
     return chosen if world_size == 2 or name in BASIC[:2] else replace(chosen, steps=4)
@@ -147,10 +158,10 @@ BETTER += [(2, "tied across a checkpoint, one bucket", plan) for plan in ("two",
 
 
 @functools.cache
-def outcome(world_size: int) -> dict[tuple[str, str], dict[str, Any]] | AssertionError:
+def outcome(world_size: int, slow: bool) -> dict[tuple[str, str], dict[str, Any]] | AssertionError:
     # One launch for all rows, and an error kept: importing DeepSpeed on every rank is most of the time.
-    stock = [(name, "stock") for name in dict.fromkeys(name for ranks, name, _ in ROWS if ranks == world_size)]
-    rows = [(name, plan) for ranks, name, plan in ROWS + BETTER if ranks == world_size]
+    rows = [(name, plan) for ranks, name, plan in ROWS + BETTER if ranks == world_size and is_slow(ranks, name) == slow]
+    stock = [(name, "stock") for name in dict.fromkeys(name for name, _ in rows)]
     try:
         return on_ranks(
             world_size, "training:train_all", [(case(n, world_size), plan) for n, plan in stock + rows], timeout=600
@@ -159,17 +170,17 @@ def outcome(world_size: int) -> dict[tuple[str, str], dict[str, Any]] | Assertio
         return error
 
 
-def results(world_size: int) -> dict[tuple[str, str], dict[str, Any]]:
-    found = outcome(world_size)
+def results(world_size: int, case: str = "") -> dict[tuple[str, str], dict[str, Any]]:
+    found = outcome(world_size, is_slow(world_size, case))
     if isinstance(found, AssertionError):
         raise found
     return found
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(("world_size", "case", "plan"), ROWS)
+@pytest.mark.parametrize(("world_size", "case", "plan"), PARAMETERS)
 def test_trains_as_stock_zero3(world_size: int, case: str, plan: str) -> None:
-    found = results(world_size)
+    found = results(world_size, case)
     stock, planned = found[case, "stock"], found[case, plan]
     assert stock["losses"][-1] < stock["losses"][0] - 0.1, "the model does not learn: nothing is compared"
     if plan in ("none", "two"):
@@ -196,9 +207,9 @@ def test_two_gradients_of_one_parameter_in_one_backward_are_both_reduced(case: s
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(("world_size", "case", "plan"), ROWS)
+@pytest.mark.parametrize(("world_size", "case", "plan"), PARAMETERS)
 def test_partitions_what_the_plan_says(world_size: int, case: str, plan: str) -> None:
-    planned = results(world_size)[case, plan]
+    planned = results(world_size, case)[case, plan]
     for name, (held, whole, ranks) in planned["held"].items():
         assert ranks == planned["degrees"][name], name
         assert held == -(-whole // ranks), name
@@ -216,7 +227,9 @@ def elements(row: dict[str, Any], *stages: int) -> int:
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(("world_size", "accumulation"), [(2, 1), (2, 4), (4, 1), (4, 4)])
+@pytest.mark.parametrize(
+    ("world_size", "accumulation"), [(2, 1), (2, 4), *(pytest.param(4, n, marks=pytest.mark.slow) for n in (1, 4))]
+)
 def test_each_stage_sends_what_it_says(world_size: int, accumulation: int) -> None:
     found = results(world_size)
     case = f"accumulation {accumulation}"
@@ -266,8 +279,8 @@ def priced_bytes(row: dict[str, Any], operation: str, option: Option, world_size
     for name, (_, numel, _) in row["held"].items():
         parameter = ParameterProfile(name=name, shape=(numel,), dtype="float32", trainable=True)
         paid = price(UnitProfile(name=name, parameters=(parameter,)), option, job, cluster, gathered_again=True)
-        total += accumulation * (paid.gather_forward_ns + paid.gather_backward_ns)
-        total += (accumulation - 1) * paid.reduce_ns + paid.last_reduce_ns + paid.update_ns
+        total += paid.gather_first_ns + (accumulation - 1) * paid.gather_forward_ns + accumulation * paid.gather_backward_ns
+        total += (accumulation - 1) * paid.reduce_ns + paid.last_reduce_ns
     return total / 1e9
 
 
@@ -279,7 +292,8 @@ UNIFORM = {"none": Option(Stage(3), 2), "two": Option(Stage(2), 2), "one": Optio
 @pytest.mark.parametrize("operation", COLLECTIVES)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize(
-    ("world_size", "plan", "option"), [*((2, *item) for item in UNIFORM.items()), (4, "node", Option(Stage(3), 2))]
+    ("world_size", "plan", "option"),
+    [*((2, *item) for item in UNIFORM.items()), pytest.param(4, "node", Option(Stage(3), 2), marks=pytest.mark.slow)],
 )
 def test_sends_the_bytes_that_are_priced(world_size: int, plan: str, option: Option, accumulation: int, operation: str) -> None:
     row = results(world_size)[f"accumulation {accumulation}", plan]
@@ -289,6 +303,7 @@ def test_sends_the_bytes_that_are_priced(world_size: int, plan: str, option: Opt
     assert sent == {priced_bytes(row, operation, option, world_size, accumulation)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_nodes_exchange_their_share_once(accumulation: int) -> None:

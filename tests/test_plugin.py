@@ -64,6 +64,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=200, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_engines_of_a_suite_are_planned(tmp_path: Path) -> None:
     done = run(tmp_path, "--osdp-plan", "half")
@@ -72,6 +73,7 @@ def test_engines_of_a_suite_are_planned(tmp_path: Path) -> None:
     assert "osdp: 2 ZeRO-3 engines planned (half), each rank counted, in 2 tests" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_an_unknown_plan_is_named(tmp_path: Path) -> None:
     done = run(tmp_path, "--osdp-plan", "third")

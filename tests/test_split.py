@@ -51,6 +51,7 @@ def results() -> dict[Way, dict[str, Any]] | AssertionError:
         return error
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", WAYS)
 def test_trains_as_the_whole_module(name: str) -> None:
@@ -69,6 +70,7 @@ def test_trains_as_the_whole_module(name: str) -> None:
         assert difference <= relative, key
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["7 slices", "7 slices of two stages"])
 def test_every_slice_has_its_own_place(name: str) -> None:
@@ -78,6 +80,7 @@ def test_every_slice_has_its_own_place(name: str) -> None:
     assert ranks == [1] * WAYS[name].whole_slices + [2] * (7 - WAYS[name].whole_slices)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_one_slice_is_gathered_at_a_time() -> None:
     ways = [Way(), Way(slices=4), Way(slices=7), Way(slices=4, model=("tied",))]
@@ -89,6 +92,7 @@ def test_one_slice_is_gathered_at_a_time() -> None:
     assert four <= tied <= four + 2
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_the_peak_of_a_big_projection_falls() -> None:
     """One rank of eight, with a vocabulary of 64k under two layers."""
@@ -102,6 +106,7 @@ def test_the_peak_of_a_big_projection_falls() -> None:
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_what_does_not_fit_whole_trains_in_slices() -> None:
     row = on_ranks(2, "splits:trains_within_its_budget")
@@ -119,6 +124,7 @@ def trips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 PAIRS = [(saver, loader) for saver in CHECKPOINTS for loader in CHECKPOINTS]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(("saver", "loader"), PAIRS)
 def test_loads_what_any_number_of_slices_saved(trips: dict[str, Any], saver: str, loader: str) -> None:
@@ -126,6 +132,7 @@ def test_loads_what_any_number_of_slices_saved(trips: dict[str, Any], saver: str
     assert trips["losses"][saver, loader] == pytest.approx(trips["uninterrupted"][saver], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("saver", CHECKPOINTS)
 def test_files_are_those_of_the_whole_module(trips: dict[str, Any], saver: str) -> None:
@@ -133,6 +140,7 @@ def test_files_are_those_of_the_whole_module(trips: dict[str, Any], saver: str) 
     assert trips["zero_to_fp32"][saver] == []
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_split_model_can_go_to_another_engine() -> None:
     plain, *others = (
