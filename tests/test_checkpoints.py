@@ -44,13 +44,13 @@ def test_equal_state_gives_equal_files(trips: Trips, ranks: int, plan: str) -> N
     assert trips[ranks]["same_files"][plan] == []
 
 
-@pytest.mark.parametrize(("ranks", "plan"), [(2, "mixed"), (4, "everything")])
+@pytest.mark.parametrize(("ranks", "plan"), [(2, "mixed"), pytest.param(4, "everything", marks=pytest.mark.slow)])
 def test_a_modified_parameter_reaches_all_copies(ranks: int, plan: str) -> None:
     for name, values in on_ranks(ranks, "checkpoints:gathered_modifier", plan, 1).items():
         assert values == pytest.approx([1.0] * len(values), abs=1e-5), name
 
 
-@pytest.mark.parametrize(("ranks", "plan"), [(2, "all"), (2, "one"), (4, "node")])
+@pytest.mark.parametrize(("ranks", "plan"), [(2, "all"), (2, "one"), pytest.param(4, "node", marks=pytest.mark.slow)])
 def test_a_copy_that_differs_is_named(ranks: int, plan: str) -> None:
     message = on_ranks(ranks, "checkpoints:a_copy_that_drifts", plan)
     assert message.startswith("RankMismatchError")

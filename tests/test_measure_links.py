@@ -165,6 +165,7 @@ def test_a_rank_that_does_not_come_is_named(found: dict[str, Any]) -> None:
     assert all("CalibrationError" in text for text in found["absent"][:3])
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_rank_that_does_not_start_is_named() -> None:
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -174,6 +175,7 @@ def test_a_rank_that_does_not_start_is_named() -> None:
     assert "rank 1, 2 did not start within 1 s" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_calibrate_under_a_launcher(tmp_path: Path) -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}

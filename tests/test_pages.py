@@ -112,6 +112,7 @@ def test_the_launchers(command: str, folder: Path) -> None:
     assert "loss" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_ready_configurations_plan(
     config: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
