@@ -160,8 +160,12 @@ BETTER += [(2, "tied across a checkpoint, one bucket", plan) for plan in ("two",
 @functools.cache
 def outcome(world_size: int, slow: bool) -> dict[tuple[str, str], dict[str, Any]] | AssertionError:
     # One launch for all rows, and an error kept: importing DeepSpeed on every rank is most of the time.
-    rows = [(name, plan) for ranks, name, plan in ROWS + BETTER if ranks == world_size and is_slow(ranks, name) == slow]
-    stock = [(name, "stock") for name in dict.fromkeys(name for name, _ in rows)]
+    compared, better = (
+        [(name, plan) for ranks, name, plan in some if ranks == world_size and is_slow(ranks, name) == slow]
+        for some in (ROWS, BETTER)
+    )
+    stock = [(name, "stock") for name in dict.fromkeys(name for name, _ in compared)]
+    rows = compared + better
     try:
         return on_ranks(
             world_size, "training:train_all", [(case(n, world_size), plan) for n, plan in stock + rows], timeout=600

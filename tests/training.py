@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections import Counter
@@ -380,4 +381,10 @@ def train(case: Case, plan: str) -> dict[str, Any]:
 
 
 def train_all(rows: list[tuple[Case, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(case.name, plan): train(case, plan) for case, plan in rows}
+    found = {}
+    for case, plan in rows:
+        found[case.name, plan] = train(case, plan)
+        # What DeepSpeed keeps of an engine would be looked through in every collection of the next.
+        gc.collect()
+        gc.freeze()
+    return found
