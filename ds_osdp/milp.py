@@ -9,7 +9,8 @@ Variables
     x_uo        1 if unit u takes option o                                      binary
     F_u         when the computation of unit u ends, in forward
     G_u, C_u, R_u   when its gather, its computation and its reduction end, in backward; for each sort of micro-step
-    S_u         bytes saved by the units before u; H_u, K_u, D_u the same for parameters gathered, kept, and gathered again
+    S_u         bytes saved by the units before u; H_u, K_u, D_u, T_u the same for parameters gathered, kept, gathered again,
+                and gradients scattered
 
     minimise    A · F_n  +  (A - 1) · B  +  L  +  Σ_uo x_uo · update_uo                     (1)
     one option per unit                                                                  (2)
@@ -18,9 +19,7 @@ Variables
     backward: gathers, computation, reductions on the same channel                       (5)
     the same for the last micro-step, with its own reductions                            (6)
 
-:func:`exact` is that model.  :func:`relaxed` counts: y_ko units of group k (a kind, or a single unit at either end) take
-option o, and of (3) to (6) it keeps what holds whichever units these are.  Its optimum bounds the exact one from below, and
-its size does not grow with n.
+:mod:`ds_osdp.counting` relaxes it to counts of units, for a bound whose size does not grow with n.
 
 Times are in microseconds and bytes in MiB, so that coefficients are near one another and HiGHS's absolute tolerances
 mean a byte and a picosecond.
@@ -28,32 +27,39 @@ mean a byte and a picosecond.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import numpy as np
 import pyomo.environ as pyo
 
-from ds_osdp.step import Instance
+from ds_osdp.prices import Price
+from ds_osdp.step import Instance, Kind, Window
 
-__all__ = ["exact", "exact_leanest", "groups", "relaxed", "relaxed_leanest"]
+__all__ = ["MIB", "SUMS", "US", "Of", "exact", "exact_leanest", "linear", "memory", "nonzero"]
 
-_MIB = float(1 << 20)
-_US = 1e3  # nanoseconds
+MIB = float(1 << 20)
+US = 1e3  # nanoseconds
 
-ENDS = 3
-"""Units at either end that :func:`relaxed` counts one by one: what a pass begins and ends with is not hidden."""
-ROWS = 16
-"""Groups whose last backward :func:`relaxed` checks against the budget."""
+Of = Callable[[Kind, Price], int]
+
+SUMS: dict[str, Of] = {
+    "S": lambda kind, p: p.activation_bytes,
+    "K": lambda kind, p: p.gathered_bytes if kind.kept else 0,
+    "H": lambda kind, p: p.gathered_bytes,
+    "D": lambda kind, p: p.gathered_bytes if kind.gathered_again else 0,
+    "T": lambda kind, p: p.scattered_bytes,
+}
+"""Bytes that (3) adds up over the units before u, or over some of them: saved, kept, gathered, gathered again, scattered."""
 
 
 def exact(problem: Instance, budget_bytes: int) -> pyo.ConcreteModel:
     """The model of ``problem`` under ``budget_bytes`` per rank; its objective is the step in microseconds."""
     m = _choices(problem)
     A = problem.accumulation
-    _memory(m, problem, budget_bytes / _MIB)
+    memory(m, problem, _Units(m, problem), budget_bytes / MIB)
     m.first = _forward(m, problem, first=True)
     m.last = _backward(m, problem, last=True)
-    step = m.first.F[m.U.last()] + m.last.end + pyo.quicksum(_chosen(m, problem, u, "update_ns", _US) for u in m.U)
+    step = m.first.F[m.U.last()] + m.last.end + pyo.quicksum(_chosen(m, problem, u, "update_ns") for u in m.U)
     if A > 1:
         m.forward = _forward(m, problem, first=False)
         m.between = _backward(m, problem, last=False)
@@ -66,7 +72,7 @@ def exact_leanest(problem: Instance) -> pyo.ConcreteModel:
     """The leanest plan instead of the fastest: the same choices, with the peak (MiB) as the objective."""
     m = _choices(problem)
     m.peak = pyo.Var(domain=pyo.NonNegativeReals)
-    _memory(m, problem, m.peak)
+    memory(m, problem, _Units(m, problem), m.peak)
     m.least = pyo.Objective(expr=m.peak, sense=pyo.minimize)
     return m
 
@@ -84,108 +90,116 @@ def _choices(problem: Instance) -> pyo.ConcreteModel:
     return m
 
 
-def _chosen(m, problem: Instance, u: int, name: str, scale: float):
-    """A price of the chosen option of unit u, linear in x."""
-    values = [getattr(p, name) for p in problem.prices(u)]
+def _chosen(m, problem: Instance, u: int, name: str):
+    """Microseconds of the option that unit u takes, linear in x."""
+    return linear([getattr(p, name) / US for p in problem.prices(u)], [m.x[u, o] for o in range(len(problem.options(u)))])
+
+
+class _Units:
+    """What :func:`memory` adds up, unit by unit: in running sums, so that the row of any unit is short."""
+
+    def __init__(self, m, problem: Instance) -> None:
+        self.m, self.problem, self.rows = m, problem, m.U
+        m.ends = pyo.RangeSet(0, len(problem.units))
+        m.sums = pyo.Set(initialize=nonzero(problem), ordered=True)
+        m.before = pyo.Var(m.sums, m.ends, domain=pyo.NonNegativeReals, doc="S, K, H, D and T of docs/model.md")
+
+        @m.Constraint(m.sums, m.ends, doc="running sums over the units before u")
+        def running(m, name, u):
+            return m.before[name, u] == (m.before[name, u - 1] + self.own(u - 1, SUMS[name]) if u else 0)
+
+    def own(self, u: int, of: Of):
+        """``of`` of the option that unit u takes, in MiB."""
+        kind = self.problem.kinds[self.problem.kind_of[u]]
+        return linear([of(kind, p) / MIB for p in kind.prices], [self.m.x[u, o] for o in range(len(kind.options))])
+
+    def all(self, of: Of):
+        """``of``, added up over all units."""
+        return pyo.quicksum(self.own(u, of) for u in self.m.U)
+
+    def between(self, name: str, begin: int, end: int):
+        """One of the sums, over the units from ``begin`` to ``end``."""
+        return self.m.before[name, end] - self.m.before[name, begin] if name in self.m.sums else 0
+
+    def spread(self) -> list[tuple[Any, int, int]]:
+        """Of every option: how many units take it, what the optimizer needs for each, and its degree."""
+        return [
+            (self.m.x[u, o], self.problem.prices(u)[o].update_bytes, self.problem.options(u)[o].degree) for u, o in self.m.UO
+        ]
+
+
+def nonzero(problem: Instance) -> list[str]:
+    """The sums that need variables."""
+    return [name for name, of in SUMS.items() if any(of(kind, p) for kind in problem.kinds for p in kind.prices)]
+
+
+def linear(values: Sequence[float], counts: Sequence[Any], number: int = 1):
+    """Σ value · count, where the counts add up to ``number``."""
     # What all options share stands outside: it needs no variable.
     least = min(values)
-    return least / scale + pyo.quicksum((v - least) / scale * m.x[u, o] for o, v in enumerate(values) if v > least)
+    return least * number + pyo.quicksum((v - least) * count for v, count in zip(values, counts, strict=True) if v > least)
 
 
-def _memory(m, problem: Instance, budget) -> None:
-    """(3), with running sums: what is saved before a unit, and what is gathered before it."""
+def memory(m, problem: Instance, terms: Any, budget) -> None:
+    """(3), at the rows that ``terms`` names, of what it adds up."""
     n = len(problem.units)
-    ends = pyo.RangeSet(0, n)
-    m.ends = ends
-    m.S = pyo.Var(ends, domain=pyo.NonNegativeReals, doc="activations saved before unit u")
-    m.K = pyo.Var(ends, domain=pyo.NonNegativeReals, doc="gathered before unit u and kept for backward")
-    m.H = pyo.Var(ends, domain=pyo.NonNegativeReals, doc="gathered before unit u, whether it stays or not")
-    m.D = pyo.Var(ends, domain=pyo.NonNegativeReals, doc="gathered before unit u and freed after use")
-    m.T = pyo.Var(ends, domain=pyo.NonNegativeReals, doc="scattered before unit u, as padded copies")
     m.resident = pyo.Var(domain=pyo.NonNegativeReals)
     m.whole = pyo.Var(domain=pyo.NonNegativeReals, doc="of it, what is freed while the optimizer updates")
-
-    def gathered(u):
-        return _chosen(m, problem, u, "gathered_bytes", _MIB)
-
-    def kept(u):
-        return problem.kinds[problem.kind_of[u]].kept
-
-    def again(u):
-        return problem.kinds[problem.kind_of[u]].gathered_again
-
-    @m.Constraint(ends)
-    def saved(m, u):
-        return m.S[u] == (m.S[u - 1] + _chosen(m, problem, u - 1, "activation_bytes", _MIB) if u else 0)
-
-    @m.Constraint(ends)
-    def keeps(m, u):
-        return m.K[u] == (m.K[u - 1] + (gathered(u - 1) if kept(u - 1) else 0) if u else 0)
-
-    @m.Constraint(ends)
-    def gathers(m, u):
-        return m.H[u] == (m.H[u - 1] + gathered(u - 1) if u else 0)
-
-    @m.Constraint(ends)
-    def freed(m, u):
-        return m.D[u] == (m.D[u - 1] + (gathered(u - 1) if again(u - 1) else 0) if u else 0)
-
-    @m.Constraint(ends)
-    def scattered(m, u):
-        return m.T[u] == (m.T[u - 1] + _chosen(m, problem, u - 1, "scattered_bytes", _MIB) if u else 0)
+    m.flat = pyo.Var(domain=pyo.NonNegativeReals, doc="flat tensors in which parameters were gathered together")
+    m.rows = pyo.Set(initialize=list(terms.rows), ordered=True)
 
     @m.Constraint()
     def residents(m):
-        held = pyo.quicksum(_chosen(m, problem, u, "resident_bytes", _MIB) for u in m.U)
-        return m.resident == held + problem.fixed_bytes / _MIB
+        return m.resident == terms.all(lambda kind, p: p.resident_bytes) + problem.fixed_bytes / MIB
 
     @m.Constraint()
     def wholes(m):
-        return m.whole == pyo.quicksum(_chosen(m, problem, u, "whole_bytes", _MIB) for u in m.U)
+        return m.whole == terms.all(lambda kind, p: p.whole_bytes)
 
-    def within(window, sums, u):
-        return sums[int(window.end[u])] - sums[int(window.begin[u])] + float(window.bytes[u]) / _MIB
+    @m.Constraint()
+    def flats(m):
+        return m.flat == problem.flat_elements[0] / problem.flat_elements[1] * terms.between("H", 0, n)
 
-    flat = problem.flat_elements[0] / problem.flat_elements[1]
+    def within(window: Window, name: str, u: int):
+        return terms.between(name, int(window.begin[u]), int(window.end[u])) + float(window.bytes[u]) / MIB
 
     def forward(u, live):
-        wholes = problem.regathered
-        beside = within(problem.live_forward.ahead, m.H, u) + flat * m.H[n]
-        beside += float(wholes.bytes[u]) / _MIB + (m.whole if wholes.end[u] else 0)
-        return m.resident + m.S[u + 1] + live + _chosen(m, problem, u, "forward_bytes", _MIB) + beside <= budget
+        beside = within(problem.live_forward.ahead, "H", u) + m.flat + float(problem.regathered.bytes[u]) / MIB
+        beside += m.whole if problem.regathered.end[u] else 0
+        own = terms.own(u, lambda kind, p: p.forward_bytes)
+        return m.resident + terms.between("S", 0, u + 1) + live + own + beside <= budget
 
     def backward(u, live):
-        beside = within(problem.live_backward.ahead, m.D, u) + flat * m.H[n] + within(problem.staging, m.T, u)
-        if u < m.U.last():
-            beside += _chosen(m, problem, u + 1, "waiting_bytes", _MIB)
-        return m.resident + m.S[u + 1] + live + _chosen(m, problem, u, "backward_bytes", _MIB) + beside <= budget
+        beside = within(problem.live_backward.ahead, "D", u) + m.flat + within(problem.staging, "T", u)
+        beside += terms.own(u + 1, lambda kind, p: p.waiting_bytes) if u + 1 < n else 0
+        own = terms.own(u, lambda kind, p: p.backward_bytes)
+        return m.resident + terms.between("S", 0, u + 1) + live + own + beside <= budget
 
-    @m.Constraint(m.U, doc="(3) memory in the forward of unit u")
+    @m.Constraint(m.rows, doc="(3) memory in the forward of unit u")
     def memory_forward(m, u):
-        return forward(u, m.K[u] + gathered(u))
+        return forward(u, terms.between("K", 0, u) + terms.own(u, SUMS["H"]))
 
-    @m.Constraint(m.U, doc="(3) memory in the backward of unit u")
+    @m.Constraint(m.rows, doc="(3) memory in the backward of unit u")
     def memory_backward(m, u):
-        return backward(u, m.K[u] + (gathered(u) if kept(u) or again(u) else 0))
+        return backward(u, terms.between("K", 0, u + 1) + terms.own(u, SUMS["D"]))
 
-    @m.Constraint(m.U, doc="(3) the same in forward, where the prefetcher fills what it may")
+    @m.Constraint(m.rows, doc="(3) the same in forward, where the prefetcher fills what it may")
     def memory_forward_full(m, u):
-        least = float(problem.live_forward.least[u]) / _MIB
+        least = float(problem.live_forward.least[u]) / MIB
         return forward(u, least) if least else pyo.Constraint.Skip
 
-    @m.Constraint(m.U, doc="(3) the same in backward, where the prefetcher fills what it may")
+    @m.Constraint(m.rows, doc="(3) the same in backward, where the prefetcher fills what it may")
     def memory_backward_full(m, u):
-        least = float(problem.live_backward.least[u]) / _MIB
+        least = float(problem.live_backward.least[u]) / MIB
         return backward(u, least) if least else pyo.Constraint.Skip
 
-    @m.Constraint(m.U, doc="(3) memory while DeepSpeed takes the norm of the gradient of unit u")
+    @m.Constraint(m.rows, doc="(3) memory while DeepSpeed takes the norm of the gradient of unit u")
     def memory_norm(m, u):
-        return m.resident - m.whole + _chosen(m, problem, u, "norm_bytes", _MIB) <= budget
+        if not any(p.norm_bytes for p in problem.prices(u)):
+            return pyo.Constraint.Skip
+        return m.resident - m.whole + terms.own(u, lambda kind, p: p.norm_bytes) <= budget
 
-    def updated(u, o):
-        return m.x[u, o], problem.prices(u)[o].update_bytes / _MIB, problem.options(u)[o].degree
-
-    _memory_update(m, problem, m.resident - m.whole, [updated(u, o) for u, o in m.UO], budget)
+    _memory_update(m, problem, m.resident - m.whole, [(count, size / MIB, d) for count, size, d in terms.spread()], budget)
 
 
 def _memory_update(m, problem: Instance, held, updated, budget) -> None:
@@ -193,8 +207,8 @@ def _memory_update(m, problem: Instance, held, updated, budget) -> None:
 
     ``updated`` lists, for every option, how many units take it, what each adds, and its degree.
     """
-    degrees = _degrees(problem)
-    limits = {d: problem.update_limits[d] / _MIB for d in degrees}
+    degrees = sorted(problem.update_limits)
+    limits = {d: problem.update_limits[d] / MIB for d in degrees}
     most = {d: sum(size * count.ub for count, size, degree in updated if degree == d) for d in degrees}
     m.degrees = pyo.Set(initialize=degrees, ordered=True)
     m.divided = pyo.Set(initialize=[d for d in degrees if most[d] > limits[d]], ordered=True)
@@ -217,11 +231,11 @@ def _forward(m, problem: Instance, *, first: bool) -> pyo.Block:
     block.F = pyo.Var(m.U, domain=pyo.NonNegativeReals, doc="end of the computation of unit u")
 
     def compute(u):
-        return _chosen(m, problem, u, "forward_ns", _US)
+        return _chosen(m, problem, u, "forward_ns")
 
     @block.Constraint(m.U, doc="(4) gathers in order on one channel")
     def gathers(block, u):
-        return block.G[u] == (block.G[u - 1] if u > 0 else 0) + _chosen(m, problem, u, gather, _US)
+        return block.G[u] == (block.G[u - 1] if u > 0 else 0) + _chosen(m, problem, u, gather)
 
     @block.Constraint(m.U, doc="(4) computation follows the gather")
     def follows_gather(block, u):
@@ -244,16 +258,16 @@ def _backward(m, problem: Instance, *, last: bool) -> pyo.Block:
     block.end = pyo.Var(domain=pyo.NonNegativeReals, doc="end of the pass")
 
     def compute(u):
-        return _chosen(m, problem, u, "last_backward_ns" if last else "backward_ns", _US)
+        return _chosen(m, problem, u, "last_backward_ns" if last else "backward_ns")
 
     def gather(u):
-        return _chosen(m, problem, u, "gather_backward_ns", _US)
+        return _chosen(m, problem, u, "gather_backward_ns")
 
     def waited(u):
-        return _chosen(m, problem, u, "waited_ns", _US)
+        return _chosen(m, problem, u, "waited_ns")
 
     def reduction(u):
-        return _chosen(m, problem, u, "last_reduce_ns" if last else "reduce_ns", _US)
+        return _chosen(m, problem, u, "last_reduce_ns" if last else "reduce_ns")
 
     @block.Constraint(m.U, doc=f"{number} gathers in order, and what the units before have waited for")
     def gathers(block, u):
@@ -288,176 +302,3 @@ def _backward(m, problem: Instance, *, last: bool) -> pyo.Block:
         return block.end >= pyo.quicksum(gather(u) + waited(u) + reduction(u) for u in m.U)
 
     return block
-
-
-def relaxed(problem: Instance, budget_bytes: int) -> pyo.ConcreteModel:
-    """A relaxation of :func:`exact` that counts units by group; its objective bounds the step from below (microseconds)."""
-    m = _counts(problem)
-    A = problem.accumulation
-    _relaxed_memory(m, problem, budget_bytes / _MIB)
-    passes = [
-        ("first", 1, ("gather_first_ns", "forward_ns"), m.slots),
-        ("last", 1, ("gather_backward_ns", "last_backward_ns", "last_reduce_ns"), m.slots[::-1]),
-        ("forward", A - 1, ("gather_forward_ns", "forward_ns"), m.slots),
-        ("between", A - 1, ("gather_backward_ns", "backward_ns", "reduce_ns"), m.slots[::-1]),
-    ]
-    step = _total(m, problem, "update_ns", _US)
-    for name, times, machines, slots in passes:
-        if times:
-            block = _relaxed_pass(m, problem, machines, slots)
-            m.add_component(name, block)
-            step += times * block.end
-    m.step = pyo.Objective(expr=step, sense=pyo.minimize, doc="(1) a lower bound of one optimizer step")
-    return m
-
-
-def _relaxed_pass(m, problem: Instance, machines, slots) -> pyo.Block:
-    """(4), (5) or (6) over slots: every unit at either end is one, and all groups between are one together.
-
-    Each machine takes its slots in order, and a unit waits for the machine before.  Within the slot of all groups nobody
-    waits: where its units stand is not known.  A machine with no work for anyone lets every unit pass.
-    """
-    backward = len(machines) > 2
-    channel = (machines[0], "waited_ns", machines[-1])
-    machines = [name for name in machines if any(getattr(p, name) for kind in problem.kinds for p in kind.prices)]
-    block = pyo.Block(concrete=True)
-    block.end = pyo.Var(domain=pyo.NonNegativeReals)
-    if not machines:
-        return block
-    block.S = pyo.RangeSet(0, len(slots) - 1)
-    block.M = pyo.RangeSet(0, len(machines) - 1)
-    block.E = pyo.Var(block.M, block.S, domain=pyo.NonNegativeReals, doc="when machine i ends slot s")
-
-    def takes(i, s):
-        return pyo.quicksum(_group_total(m, problem, k, machines[i], _US) for k in slots[s])
-
-    def waited(i, s):
-        """What the units of slot s wait for holds up the gathers of the slots behind it."""
-        if not backward or machines[i] != "gather_backward_ns":
-            return 0
-        return pyo.quicksum(_group_total(m, problem, k, "waited_ns", _US) for k in slots[s])
-
-    @block.Constraint(block.M, block.S, doc="in order")
-    def in_order(block, i, s):
-        return block.E[i, s] >= (block.E[i, s - 1] + waited(i, s - 1) if s else 0) + takes(i, s)
-
-    @block.Constraint(block.M, block.S, doc="behind the machine before")
-    def behind(block, i, s):
-        if i == 0 or sum(len(m.members[k]) for k in slots[s]) > 1:
-            return pyo.Constraint.Skip
-        return block.E[i, s] >= block.E[i - 1, s] + takes(i, s)
-
-    @block.Constraint(block.M)
-    def ends(block, i):
-        return block.end >= block.E[i, len(slots) - 1]
-
-    if backward:
-        sent = pyo.quicksum(_total(m, problem, name, _US) for name in channel)
-        block.channel = pyo.Constraint(expr=block.end >= sent, doc="gathers and reductions share the channel")
-    return block
-
-
-def relaxed_leanest(problem: Instance) -> pyo.ConcreteModel:
-    """The leanest counts: the objective (MiB) bounds the peak of every plan from below."""
-    m = _counts(problem)
-    m.peak = pyo.Var(domain=pyo.NonNegativeReals)
-    _relaxed_memory(m, problem, m.peak)
-    m.least = pyo.Objective(expr=m.peak, sense=pyo.minimize)
-    return m
-
-
-def groups(problem: Instance) -> list[list[int]]:
-    """Units counted together: those of one kind, but each of the first and the last few by itself.
-
-    What a pass begins and ends with is not hidden behind anything, so it matters which units these are.
-    """
-    n = len(problem.units)
-    between = problem.kind_index[ENDS : max(ENDS, n - ENDS)]
-    by_kind = [(np.flatnonzero(between == kind) + ENDS).tolist() for kind in dict.fromkeys(between.tolist())]
-    return [[u] for u in _ends(n)] + by_kind
-
-
-def _ends(n: int) -> list[int]:
-    """The first and the last few of n units."""
-    return [u for u in range(n) if u < ENDS or u >= n - ENDS]
-
-
-def _slots(members: list[list[int]], n: int) -> list[list[int]]:
-    """Groups in the order of one forward, those between the two ends together."""
-    group_of = {units[0]: k for k, units in enumerate(members)}
-    between = [k for k, units in enumerate(members) if ENDS <= units[0] < n - ENDS]
-    slots = [[group_of[u]] for u in _ends(n)]
-    return [*slots[:ENDS], between, *slots[ENDS:]] if between else slots
-
-
-def _counts(problem: Instance) -> pyo.ConcreteModel:
-    m = pyo.ConcreteModel()
-    m.members = groups(problem)
-    m.kind = [problem.kind_of[units[0]] for units in m.members]
-    m.slots = _slots(m.members, len(problem.units))
-    m.K = pyo.RangeSet(0, len(m.members) - 1)
-    m.KO = pyo.Set(initialize=[(k, o) for k in m.K for o in range(len(problem.kinds[m.kind[k]].options))], ordered=True)
-    m.y = pyo.Var(m.KO, domain=pyo.NonNegativeIntegers, bounds=lambda m, k, o: (0, len(m.members[k])))
-
-    @m.Constraint(m.K, doc="(2) one option per unit")
-    def one_option(m, k):
-        return pyo.quicksum(m.y[k, o] for o in range(len(problem.kinds[m.kind[k]].options))) == len(m.members[k])
-
-    return m
-
-
-def _group_total(m, problem: Instance, k: int, name: str, scale: float):
-    """A price added up over the units of a group, linear in y."""
-    values = [getattr(p, name) for p in problem.kinds[m.kind[k]].prices]
-    least = min(values)
-    more = pyo.quicksum((v - least) / scale * m.y[k, o] for o, v in enumerate(values) if v > least)
-    return least / scale * len(m.members[k]) + more
-
-
-def _total(m, problem: Instance, name: str, scale: float):
-    """A price added up over all units."""
-    return pyo.quicksum(_group_total(m, problem, k, name, scale) for k in m.K)
-
-
-def _relaxed_memory(m, problem: Instance, budget) -> None:
-    """Of (3), the updates, and the backward of the last unit of every group."""
-    resident = _total(m, problem, "resident_bytes", _MIB) + problem.fixed_bytes / _MIB
-    held = resident - _total(m, problem, "whole_bytes", _MIB)
-
-    def updated(k, o):
-        kind = problem.kinds[m.kind[k]]
-        return m.y[k, o], kind.prices[o].update_bytes / _MIB, kind.options[o].degree
-
-    _memory_update(m, problem, held, [updated(k, o) for k, o in m.KO], budget)
-
-    def saved(p, kept):
-        return (p.activation_bytes + (p.gathered_bytes if kept else 0)) / _MIB
-
-    # Some rows are enough for a bound: those of the ends, and of the groups that need most to work.
-    largest = sorted(m.K, key=lambda k: -max(p.backward_bytes + p.gathered_bytes for p in problem.kinds[m.kind[k]].prices))
-    ends = [slot[0] for slot in m.slots if len(slot) == 1]
-    m.rows = pyo.Set(initialize=sorted({*largest[:ROWS], *ends}), ordered=True)
-
-    @m.Constraint(m.rows, doc="(3) memory in the backward of the last unit of group k, whichever units took which option")
-    def memory_backward(m, k):
-        last = m.members[k][-1]
-        alive = 0
-        for j in m.K:
-            kind = problem.kinds[m.kind[j]]
-            before = bisect_left(m.members[j], last)
-            if before:
-                most = max(saved(p, kind.kept) for p in kind.prices)
-                all_of_it = pyo.quicksum(saved(p, kind.kept) * m.y[j, o] for o, p in enumerate(kind.prices))
-                alive += all_of_it - (len(m.members[j]) - before) * most
-        own = problem.kinds[m.kind[k]].prices
-        used = problem.kinds[m.kind[k]].kept or problem.kinds[m.kind[k]].gathered_again
-        working = [p.backward_bytes + p.activation_bytes + (p.gathered_bytes if used else 0) for p in own]
-        here = min(working) / _MIB
-        if len(m.members[k]) == 1:
-            here = pyo.quicksum(size / _MIB * m.y[k, o] for o, size in enumerate(working))
-        beside = float(problem.live_backward.ahead.bytes[last] + problem.staging.bytes[last])
-        return resident + alive + here + beside / _MIB <= budget
-
-
-def _degrees(problem: Instance) -> list[int]:
-    return sorted({option.degree for kind in problem.kinds for option in kind.options})

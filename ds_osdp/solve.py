@@ -15,7 +15,7 @@ import highspy
 from pyomo.contrib.solver.common.factory import SolverFactory
 from pyomo.contrib.solver.common.results import SolutionStatus, TerminationCondition
 
-from ds_osdp import milp
+from ds_osdp import counting, milp
 from ds_osdp.errors import SolverError
 from ds_osdp.step import Instance, evaluate
 
@@ -29,8 +29,10 @@ EXACT_UNITS = 400
 _TIGHTENINGS = 12
 _COUNTING_SHARE = 0.4
 """Of the time, at most, for the relaxation: the exact model needs the rest."""
-_POLISHING_SHARE = 0.5
+_POLISHING_SHARE = 0.25
 """Of the time left to the exact model: HiGHS bounds well at once, and a plan close to the bound is quicker found by hand."""
+_COUNTING_GAP = 1e-5
+"""At which counting stops for models over :data:`EXACT_UNITS`: to close the rest takes HiGHS up to a hundred times as long."""
 _ROUNDING_NS, _ROUNDING_RELATIVE = 2, 1e-8
 """The model works in floating-point microseconds, to HiGHS's tolerances: this much is rounding and no gap."""
 
@@ -65,10 +67,12 @@ def fastest(problem: Instance, budget_bytes: int, *, time_limit_seconds: float, 
     """
     began = time.monotonic()
     deadline = began + time_limit_seconds
-    few_groups = len(milp.groups(problem)) <= len(problem.units) // 2
+    if len(problem.units) > EXACT_UNITS:
+        gap = max(gap, _COUNTING_GAP)
+    few_groups = len(counting.groups(problem)) <= len(problem.units) // 2
     if len(problem.units) <= EXACT_UNITS and not few_groups:
         return _unit_by_unit(problem, budget_bytes, deadline, gap)
-    relaxation = _run(milp.relaxed(problem, budget_bytes), "y", began + _COUNTING_SHARE * time_limit_seconds, gap)
+    relaxation = _run(counting.relaxed(problem, budget_bytes), "y", began + _COUNTING_SHARE * time_limit_seconds, gap)
     if relaxation is None:
         return None  # not even the relaxation fits: no plan does
     counted = _by_kinds(problem, budget_bytes, relaxation, deadline, gap)
@@ -98,7 +102,7 @@ def leanest(problem: Instance, *, time_limit_seconds: float) -> tuple[int, ...]:
         outcome = _run(milp.exact_leanest(problem), "x", deadline, 0.0)
         assert outcome is not None, "every unit has an option"
         return _unit_choice(problem, outcome)
-    outcome = _run(milp.relaxed_leanest(problem), "y", deadline, 0.0)
+    outcome = _run(counting.relaxed_leanest(problem), "y", deadline, 0.0)
     assert outcome is not None, "every unit has an option"
     return min(_arrangements(problem, outcome), key=lambda choice: evaluate(problem, choice).peak_bytes)
 
@@ -118,14 +122,15 @@ def _by_kinds(problem: Instance, budget_bytes: int, relaxation: _Outcome, deadli
     # The bound of the budget itself bounds every plan; those of the tighter budgets below do not.
     bound_ns = max(0, int(relaxation.bound * 1e3))
     allowed, outcome = budget_bytes, relaxation
-    for _ in range(_TIGHTENINGS):
+    for attempt in range(_TIGHTENINGS):
         totals = [(evaluate(problem, choice), choice) for choice in _arrangements(problem, outcome)]
         fitting = [(t.step_ns, choice) for t, choice in totals if t.peak_bytes <= budget_bytes]
         if fitting:
             step_ns, choice = min(fitting)
             return Solution(choice, min(bound_ns, step_ns))
-        allowed -= min(t.peak_bytes for t, _ in totals) - budget_bytes
-        tighter = _run(milp.relaxed(problem, allowed), "y", deadline, gap) if allowed > 0 else None
+        # Twice as much at each attempt: counts that only just fit, spread, often exceed by the same again.
+        allowed -= (min(t.peak_bytes for t, _ in totals) - budget_bytes) << attempt
+        tighter = _run(counting.relaxed(problem, allowed), "y", deadline, gap) if allowed > 0 else None
         if tighter is None or time.monotonic() > deadline:
             break
         outcome = tighter
@@ -182,7 +187,7 @@ def _arrangements(problem: Instance, outcome: _Outcome) -> Iterator[tuple[int, .
     counts: dict[int, list[int]] = {}
     for (group, option), number in sorted(outcome.values.items()):
         counts.setdefault(group, []).extend([option] * number)
-    members = milp.groups(problem)
+    members = counting.groups(problem)
     for order in (list, lambda options: options[::-1], _evenly):
         choice = [0] * len(problem.units)
         for group, options in counts.items():

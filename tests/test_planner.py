@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from problems import a_cluster, a_job, a_profile, a_unit, clusters, jobs, profiles, spaces
 from replay import replay_step_ns
 
-from ds_osdp import milp
+from ds_osdp import counting
 from ds_osdp.cluster import Cluster
 from ds_osdp.config import Rule, SolverConfig
 from ds_osdp.errors import ConfigError, InfeasiblePlanError, PlanMismatchError
@@ -85,7 +85,7 @@ def test_counting_kinds_never_promises_too_much(profile: ModelProfile, cluster: 
     budget = int(min(extremes) + share * abs(extremes[0] - extremes[1]))
     deadline = monotonic() + 60
     exact = _unit_by_unit(problem, budget, deadline, 0.0)
-    relaxation = _run(milp.relaxed(problem, budget), "y", deadline, 0.0)
+    relaxation = _run(counting.relaxed(problem, budget), "y", deadline, 0.0)
     if relaxation is None:
         assert exact is None
         return
@@ -413,7 +413,7 @@ def test_a_middle_of_one_kind_is_not_taken_for_one_unit(units: int) -> None:
         for budget in (low, (low + high) // 2, high):
             deadline = monotonic() + 60
             exact = _unit_by_unit(problem, budget, deadline, 0.0)
-            relaxation = _run(milp.relaxed(problem, budget), "y", deadline, 0.0)
+            relaxation = _run(counting.relaxed(problem, budget), "y", deadline, 0.0)
             assert exact is not None
             assert relaxation is not None
             assert relaxation.bound * 1e3 <= evaluate(problem, exact.choice).step_ns + 2
