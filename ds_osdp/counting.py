@@ -27,7 +27,8 @@ def relaxed(problem: Instance, budget_bytes: int) -> pyo.ConcreteModel:
     """:func:`ds_osdp.milp.exact` with units counted by group; its objective bounds the step from below (microseconds)."""
     m = _counts(problem)
     A = problem.accumulation
-    memory(m, problem, _Counts(m, problem), budget_bytes / MIB)
+    m.budget = pyo.Param(initialize=budget_bytes / MIB, mutable=True)
+    memory(m, problem, _Counts(m, problem), m.budget)
     passes = [
         ("first", 1, ("gather_first_ns", "forward_ns"), m.slots),
         ("last", 1, ("gather_backward_ns", "last_backward_ns", "last_reduce_ns"), m.slots[::-1]),

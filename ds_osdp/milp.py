@@ -56,7 +56,8 @@ def exact(problem: Instance, budget_bytes: int) -> pyo.ConcreteModel:
     """The model of ``problem`` under ``budget_bytes`` per rank; its objective is the step in microseconds."""
     m = _choices(problem)
     A = problem.accumulation
-    memory(m, problem, _Units(m, problem), budget_bytes / MIB)
+    m.budget = pyo.Param(initialize=budget_bytes / MIB, mutable=True)
+    memory(m, problem, _Units(m, problem), m.budget)
     m.first = _forward(m, problem, first=True)
     m.last = _backward(m, problem, last=True)
     step = m.first.F[m.U.last()] + m.last.end + pyo.quicksum(_chosen(m, problem, u, "update_ns") for u in m.U)
@@ -199,7 +200,9 @@ def memory(m, problem: Instance, terms: Any, budget) -> None:
             return pyo.Constraint.Skip
         return m.resident - m.whole + terms.own(u, lambda kind, p: p.norm_bytes) <= budget
 
-    _memory_update(m, problem, m.resident - m.whole, [(count, size / MIB, d) for count, size, d in terms.spread()], budget)
+    _memory_update(
+        m, problem, m.resident - m.whole, [(count, size / MIB, d) for count, size, d in terms.spread() if size], budget
+    )
 
 
 def _memory_update(m, problem: Instance, held, updated, budget) -> None:

@@ -27,6 +27,8 @@ EXACT_UNITS = 400
 """Models of up to this many units are solved unit by unit if counting kinds leaves a gap; larger ones keep the gap."""
 
 _TIGHTENINGS = 12
+_MARGIN = 16
+"""Of the excess, one part in so many is taken off the budget beside it."""
 _COUNTING_SHARE = 0.4
 """Of the time, at most, for the relaxation: the exact model needs the rest."""
 _POLISHING_SHARE = 0.25
@@ -67,15 +69,19 @@ def fastest(problem: Instance, budget_bytes: int, *, time_limit_seconds: float, 
     """
     began = time.monotonic()
     deadline = began + time_limit_seconds
+    least = [min(p.resident_bytes for p in kind.prices) for kind in problem.kinds]
+    if problem.fixed_bytes + sum(least[kind] for kind in problem.kind_of) > budget_bytes:
+        return None  # nothing need be solved to see that
     if len(problem.units) > EXACT_UNITS:
         gap = max(gap, _COUNTING_GAP)
     few_groups = len(counting.groups(problem)) <= len(problem.units) // 2
     if len(problem.units) <= EXACT_UNITS and not few_groups:
         return _unit_by_unit(problem, budget_bytes, deadline, gap)
-    relaxation = _run(counting.relaxed(problem, budget_bytes), "y", began + _COUNTING_SHARE * time_limit_seconds, gap)
+    counts = _Search(counting.relaxed(problem, budget_bytes), "y")
+    relaxation = counts.run(began + _COUNTING_SHARE * time_limit_seconds, gap)
     if relaxation is None:
         return None  # not even the relaxation fits: no plan does
-    counted = _by_kinds(problem, budget_bytes, relaxation, deadline, gap)
+    counted = _by_kinds(problem, budget_bytes, counts, relaxation, deadline, gap)
     enough = counted is not None and relative_gap(evaluate(problem, counted.choice).step_ns, counted.bound_ns) <= gap
     if enough or len(problem.units) > EXACT_UNITS:
         return counted
@@ -99,10 +105,10 @@ def leanest(problem: Instance, *, time_limit_seconds: float) -> tuple[int, ...]:
     """
     deadline = time.monotonic() + time_limit_seconds
     if len(problem.units) <= EXACT_UNITS:
-        outcome = _run(milp.exact_leanest(problem), "x", deadline, 0.0)
+        outcome = _Search(milp.exact_leanest(problem), "x").run(deadline, 0.0)
         assert outcome is not None, "every unit has an option"
         return _unit_choice(problem, outcome)
-    outcome = _run(counting.relaxed_leanest(problem), "y", deadline, 0.0)
+    outcome = _Search(counting.relaxed_leanest(problem), "y").run(deadline, 0.0)
     assert outcome is not None, "every unit has an option"
     return min(_arrangements(problem, outcome), key=lambda choice: evaluate(problem, choice).peak_bytes)
 
@@ -114,7 +120,9 @@ def relative_gap(step_ns: int, bound_ns: int) -> float:
     return (step_ns - bound_ns) / step_ns
 
 
-def _by_kinds(problem: Instance, budget_bytes: int, relaxation: _Outcome, deadline: float, gap: float) -> Solution | None:
+def _by_kinds(
+    problem: Instance, budget_bytes: int, counts: _Search, relaxation: _Outcome, deadline: float, gap: float
+) -> Solution | None:
     """Spread the counts over the units; if what was spread does not fit, count again with less.
 
     None when nothing that fits was found, which need not mean that there is nothing.
@@ -128,9 +136,10 @@ def _by_kinds(problem: Instance, budget_bytes: int, relaxation: _Outcome, deadli
         if fitting:
             step_ns, choice = min(fitting)
             return Solution(choice, min(bound_ns, step_ns))
-        # Twice as much at each attempt: counts that only just fit, spread, often exceed by the same again.
-        allowed -= (min(t.peak_bytes for t, _ in totals) - budget_bytes) << attempt
-        tighter = _run(counting.relaxed(problem, allowed), "y", deadline, gap) if allowed > 0 else None
+        excess = min(t.peak_bytes for t, _ in totals) - budget_bytes
+        # A little more, and twice as much at each attempt: counts that only just fit, spread, often exceed by as much again.
+        allowed -= (excess + excess // _MARGIN) << attempt
+        tighter = counts.run(deadline, gap, budget_bytes=allowed) if allowed > 0 else None
         if tighter is None or time.monotonic() > deadline:
             break
         outcome = tighter
@@ -145,8 +154,9 @@ def _by_kinds(problem: Instance, budget_bytes: int, relaxation: _Outcome, deadli
 
 def _unit_by_unit(problem: Instance, budget_bytes: int, deadline: float, gap: float) -> Solution | None:
     allowed = budget_bytes
+    search = _Search(milp.exact(problem, budget_bytes), "x")
     while True:
-        outcome = _run(milp.exact(problem, allowed), "x", deadline - _POLISHING_SHARE * (deadline - time.monotonic()), gap)
+        outcome = search.run(deadline - _POLISHING_SHARE * (deadline - time.monotonic()), gap, budget_bytes=allowed)
         if outcome is None:
             return None
         choice = _unit_choice(problem, outcome)
@@ -203,36 +213,47 @@ def _evenly(options: Sequence[int]) -> list[int]:
     return [option for _, option in sorted(places)]
 
 
-def _run(model: Any, variable: str, deadline: float, gap: float) -> _Outcome | None:
-    """Solve; None when there is no solution.
+class _Search:
+    """A model, and the solver that keeps it: under another budget only the bounds of rows change."""
 
-    Raises:
-        SolverError: the time ended before any solution was found, or HiGHS failed.
-    """
-    seconds = max(0.5, deadline - time.monotonic())
-    # HiGHS refuses a number of threads other than that of its first run in this process, whoever ran it.
-    highspy.Highs.resetGlobalScheduler(True)
-    results = SolverFactory("highs").solve(
-        model,
-        load_solutions=False,
-        raise_exception_on_nonoptimal_result=False,
-        time_limit=seconds,
-        rel_gap=gap,
-        abs_gap=0.0,
-        # One thread: the same input must give the same plan on every machine.
-        threads=1,
-        solver_options={"random_seed": 0},
-    )
-    condition = results.termination_condition
-    if condition is TerminationCondition.provenInfeasible:
-        return None
-    proven = condition is TerminationCondition.convergenceCriteriaSatisfied
-    if not proven and condition is not TerminationCondition.maxTimeLimit:
-        raise SolverError(f"{SOLVER} failed: {condition.name}")
-    if results.solution_status not in (SolutionStatus.optimal, SolutionStatus.feasible):
-        raise SolverError(
-            f"{SOLVER} found no plan in {seconds:.3g} s: raise osdp.solver.time_limit_s, or pin more parameters with osdp.rules"
+    def __init__(self, model: Any, variable: str) -> None:
+        self._model, self._variables = model, getattr(model, variable)
+        self._solver = SolverFactory("highs")
+        for checked in list(self._solver.config.auto_updates):
+            self._solver.config.auto_updates[checked] = checked == "update_parameters"
+
+    def run(self, deadline: float, gap: float, *, budget_bytes: int | None = None) -> _Outcome | None:
+        """Solve; None when there is no solution.
+
+        Raises:
+            SolverError: the time ended before any solution was found, or HiGHS failed.
+        """
+        if budget_bytes is not None:
+            self._model.budget = budget_bytes / milp.MIB
+        seconds = max(0.5, deadline - time.monotonic())
+        # HiGHS refuses a number of threads other than that of its first run in this process, whoever ran it.
+        highspy.Highs.resetGlobalScheduler(True)
+        results = self._solver.solve(
+            self._model,
+            load_solutions=False,
+            raise_exception_on_nonoptimal_result=False,
+            time_limit=seconds,
+            rel_gap=gap,
+            abs_gap=0.0,
+            # One thread: the same input must give the same plan on every machine.
+            threads=1,
+            solver_options={"random_seed": 0},
         )
-    variables = getattr(model, variable)
-    values = results.solution_loader.get_vars()
-    return _Outcome({index: round(values[variables[index]]) for index in variables}, float(results.objective_bound), proven)
+        condition = results.termination_condition
+        if condition is TerminationCondition.provenInfeasible:
+            return None
+        proven = condition is TerminationCondition.convergenceCriteriaSatisfied
+        if not proven and condition is not TerminationCondition.maxTimeLimit:
+            raise SolverError(f"{SOLVER} failed: {condition.name}")
+        if results.solution_status not in (SolutionStatus.optimal, SolutionStatus.feasible):
+            raise SolverError(
+                f"{SOLVER} found no plan in {seconds:.3g} s: raise osdp.solver.time_limit_s, or pin more with osdp.rules"
+            )
+        values = results.solution_loader.get_vars()
+        taken = {index: round(values[self._variables[index]]) for index in self._variables}
+        return _Outcome(taken, float(results.objective_bound), proven)

@@ -26,7 +26,7 @@ from ds_osdp.planner import best_micro_batch, make_plan
 from ds_osdp.prices import Option, Space, price
 from ds_osdp.profile import ModelProfile
 from ds_osdp.remedies import with_micro_batch
-from ds_osdp.solve import _by_kinds, _run, _unit_by_unit
+from ds_osdp.solve import _by_kinds, _Search, _unit_by_unit
 from ds_osdp.step import Instance, evaluate, priced
 
 BOTH = Space((Stage.REPLICATED, Stage.FULLY_SHARDED))
@@ -85,11 +85,12 @@ def test_counting_kinds_never_promises_too_much(profile: ModelProfile, cluster: 
     budget = int(min(extremes) + share * abs(extremes[0] - extremes[1]))
     deadline = monotonic() + 60
     exact = _unit_by_unit(problem, budget, deadline, 0.0)
-    relaxation = _run(counting.relaxed(problem, budget), "y", deadline, 0.0)
+    counts = _Search(counting.relaxed(problem, budget), "y")
+    relaxation = counts.run(deadline, 0.0)
     if relaxation is None:
         assert exact is None
         return
-    counted = _by_kinds(problem, budget, relaxation, deadline, 0.0)
+    counted = _by_kinds(problem, budget, counts, relaxation, deadline, 0.0)
     if exact is None:
         assert counted is None
     elif counted is not None:
@@ -413,7 +414,7 @@ def test_a_middle_of_one_kind_is_not_taken_for_one_unit(units: int) -> None:
         for budget in (low, (low + high) // 2, high):
             deadline = monotonic() + 60
             exact = _unit_by_unit(problem, budget, deadline, 0.0)
-            relaxation = _run(counting.relaxed(problem, budget), "y", deadline, 0.0)
+            relaxation = _Search(counting.relaxed(problem, budget), "y").run(deadline, 0.0)
             assert exact is not None
             assert relaxation is not None
             assert relaxation.bound * 1e3 <= evaluate(problem, exact.choice).step_ns + 2
