@@ -51,8 +51,14 @@ def main() -> int:
         "violated": sum(row["violated"] for row in rows),
         "published_violated": sum(row["published_violated"] for row in rows),
         "planner_seconds_median": statistics.median(row["planner_seconds"] for row in rows),
+        "planner_seconds_median_feasible": statistics.median(
+            [row["planner_seconds"] for row in rows if row["step_seconds"] is not None] or [0.0]
+        ),
         "published_seconds_median": statistics.median(row["published_seconds"] for row in rows),
         "speedup_over_published_median": statistics.median(speedups),
+        "speedup_over_published_median_feasible": statistics.median(
+            [s for s, row in zip(speedups, rows, strict=True) if row["step_seconds"] is not None] or [0.0]
+        ),
         "rows": rows,
     }
     if arguments.json:

@@ -28,6 +28,7 @@ def in_one_start(folder: str) -> dict[str, Any]:
     import actor_critic
     import hf_trainer
     import peft_lora
+    import plain as plain_client
     import untouched_mixtral
     from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin
@@ -52,6 +53,10 @@ def in_one_start(folder: str) -> dict[str, Any]:
     calls: dict[str, Callable[[], dict[str, Any]]] = {
         "mixtral stock": lambda: mixtral(stock(plain)),
         "mixtral planned": lambda: mixtral(encoded),
+        "t5 stock": lambda: plain_client.main("t5", stock(plain)),
+        "t5 planned": lambda: plain_client.main("t5"),
+        "vit stock": lambda: plain_client.main("vit", stock(plain)),
+        "vit planned": lambda: plain_client.main("vit"),
         "lora stock": lambda: peft_lora.main(stock(plain)),
         "lora planned": peft_lora.main,
         "actor_critic stock": lambda: actor_critic.main(stock(actor_critic.ACTOR), stock(actor_critic.CRITIC)),

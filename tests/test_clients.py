@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launch import on_ranks
 
-CLIENTS = {"mixtral": 1e-5, "lora": 1e-5, "actor_critic": 1e-5, "trainer": 2**-7, "accelerate": 1e-5}
+CLIENTS = {"t5": 1e-5, "vit": 1e-5, "mixtral": 1e-5, "lora": 1e-5, "actor_critic": 1e-5, "trainer": 2**-7, "accelerate": 1e-5}
 """Each with how far its losses may be from stock's: in bf16 (trainer) an ulp, else the order of summation."""
 
 
