@@ -77,6 +77,24 @@ class Tower(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+class Projection(nn.Module):
+    """Few small layers under a projection that dwarfs them: to the vocabulary, from ids that share 256 embeddings."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, config.hidden)
+        self.layers = nn.ModuleList(nn.Linear(config.hidden, config.hidden) for _ in range(config.layers))
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Next-token loss of (batch, tokens) token ids."""
+        x = self.embed(ids % 256)
+        for layer in self.layers:
+            x = x + functional.relu(layer(x))
+        logits = self.head(x)
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
 MODELS = {"gpt": GPT, "tower": Tower}
 
 

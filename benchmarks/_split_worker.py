@@ -17,7 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from _alive import Alive
-from _models import GPT, GPTConfig, token_batches
+from _models import GPTConfig, Projection, token_batches
 from deepspeed.runtime.zero.tiling import TiledLinear
 from torch import nn
 
@@ -47,13 +47,13 @@ def osdp_engine(request: Request, slices: int) -> Any:
             Plan.from_dict(request.plans[str(slices)], "plan").save(path[0])
         dist.barrier()
         config = request.config | {"osdp": {"plan": path[0]}}
-        model = GPT(GPTConfig(**request.model))
+        model = Projection(GPTConfig(**request.model))
         return ds_osdp.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def tiled_engine(request: Request, slices: int) -> Any:
     """DeepSpeed's way: another module in the place of the projection."""
-    model = GPT(GPTConfig(**request.model))
+    model = Projection(GPTConfig(**request.model))
     if slices > 1:
         head: nn.Linear = model.head
         model.head = TiledLinear(head.in_features, head.out_features, bias=False, out_splits=slices, init_linear=head)

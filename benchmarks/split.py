@@ -1,10 +1,11 @@
 """A vocabulary projection in slices: ds_osdp beside DeepSpeed's TiledLinear, between hosts with limited links (netlab.py).
 
-    python benchmarks/split.py --json [--rate 1gbit --repeats 2 --steps 4]
+    python benchmarks/split.py --json [--rate 1gbit --repeats 4 --steps 6]
 
-Both train the same GPT from the same weights, with its projection in k = 1, 2, 4 and 8 slices and all else fully sharded, at
-the same communication sizes. `peak_bytes` are tensors alive at once, on the rank that holds most; `step_seconds` the median
-of the runs' medians, which alternate. Run it on a machine that does nothing else.
+Both train the same model from the same weights, with its projection in k = 1, 2, 4 and 8 slices and all else fully sharded, at
+the same communication sizes. `peak_bytes` are tensors alive at once, on the rank that holds most; `step_seconds` the median of
+all steps of runs that alternate. `noise` is by how much the medians differ where both run the same, unsplit: as much decides
+nothing. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from _models import GPT, GPTConfig
+from _models import GPTConfig, Projection
 from netlab import NetLab, NetLabError, RanksFailedError, exit_on_signals, run_ranks
 
 from ds_osdp.cluster import Cluster
@@ -34,6 +35,7 @@ from ds_osdp.planner import make_plan
 WORKER = Path(__file__).with_name("_split_worker.py")
 SLICES = (1, 2, 4, 8)
 SEED = 0
+FREED_SLICE_BYTES = 4  # one element stays of a freed slice, for autograd to compare shapes
 LOSS_TOLERANCE = 1e-5  # relative; the gradient of the projection's input is summed up in another order
 
 
@@ -43,7 +45,9 @@ def deepspeed_config(arguments: argparse.Namespace) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": arguments.micro_batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        # Without states and temporaries, so that no other moment is the peak.
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
+        "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
         "zero_optimization": {
             "stage": 3,
@@ -59,7 +63,7 @@ def plans(config: dict[str, Any], size: GPTConfig, world_size: int) -> dict[str,
     """All fully sharded, the projection in so many slices."""
     job = job_from_config(config, world_size)
     section = OsdpConfig(input={"ids": TensorSpec(shape=(size.tokens,))})
-    profile = profile_for(section, GPT(size), job)
+    profile = profile_for(section, Projection(size), job)
     sharded = [Rule(match="*", stage=Stage.FULLY_SHARDED)]
     plan = make_plan(profile, Cluster.shipped("a100-80g-8x-200g"), job, 1 << 40, rules=sharded)
 
@@ -72,7 +76,7 @@ def plans(config: dict[str, Any], size: GPTConfig, world_size: int) -> dict[str,
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run both for every number of slices."""
-    size = GPTConfig(**{name: getattr(arguments, name) for name in ("layers", "hidden", "heads", "vocab", "tokens")})
+    size = GPTConfig(**{name: getattr(arguments, name) for name in ("layers", "hidden", "vocab", "tokens")}, heads=1)
     config = deepspeed_config(arguments)
     request = {
         "model": vars(size),
@@ -88,7 +92,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         run_ranks(command, world=arguments.hosts, lab=lab, stdout=output, timeout_seconds=arguments.timeout_seconds)
         output.seek(0)
         runs: dict[str, list[dict[str, Any]]] = json.loads(output.read().splitlines()[-1])
-    seconds = {name: statistics.median(statistics.median(run["step_seconds"]) for run in of) for name, of in runs.items()}
+    seconds = {name: statistics.median(s for run in of for s in run["step_seconds"]) for name, of in runs.items()}
+    ratios = {k: seconds[f"osdp {k}"] / seconds[f"tiled {k}"] for k in SLICES}
+    noise = abs(ratios[1] - 1)
     peaks = {name: of[0]["peak_bytes"] for name, of in runs.items()}
     first = runs["tiled 1"][0]["losses"]
     difference = max(
@@ -102,9 +108,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             }
             for k in SLICES
         },
-        "never_slower": all(seconds[f"osdp {k}"] <= seconds[f"tiled {k}"] for k in SLICES),
-        "never_larger": all(peaks[f"osdp {k}"] <= peaks[f"tiled {k}"] for k in SLICES),
-        "worst_time_ratio": max(seconds[f"osdp {k}"] / seconds[f"tiled {k}"] for k in SLICES),
+        "never_slower": all(ratio <= 1 + noise for ratio in ratios.values()),
+        "never_larger": all(peaks[f"osdp {k}"] <= peaks[f"tiled {k}"] + k * FREED_SLICE_BYTES for k in SLICES),
+        "worst_time_ratio": max(ratios.values()),
+        "noise": noise,
         "losses_equal": difference <= LOSS_TOLERANCE,
         "loss_difference": difference,
         "environment": {
@@ -127,16 +134,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2, help="of one rank each")
     parser.add_argument("--rate", default="1gbit", help="limit of each host's link, each way, in tc's words")
     parser.add_argument("--loopback", action="store_true", help="no lab and no root; measures no network")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--warmup", type=int, default=2, help="steps not counted; ZeRO-3 records its trace in them")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--prefetch", type=int, default=0, help="stage3_prefetch_bucket_size, in elements")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=32_768)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--timeout-seconds", type=float, default=600.0)
     arguments = parser.parse_args()
     if min(arguments.repeats, arguments.warmup, arguments.steps) < 1:
