@@ -217,33 +217,42 @@ def _split_price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, 
 
     No gather of a slice is hidden behind computation, and none is kept from forward to backward.
     """
-    weight = max(unit.parameters, key=lambda p: p.numel)
-    slices = _slices(weight, unit.split_rows, option.slices)
-    whole, spread = slices[: option.whole_slices], slices[option.whole_slices :]
-    rest = [p for p in unit.parameters if p is not weight]
+    weights = [p for p in unit.parameters if p.split_rows > 1]
+    rest = [p for p in unit.parameters if p.split_rows == 1]
+    slices = list(zip(*(_slices(weight, option.slices) for weight in weights), strict=True))
+    whole = [p for of_slice in slices[: option.whole_slices] for p in of_slice]
+    spread = [p for of_slice in slices[option.whole_slices :] for p in of_slice]
     of_spread = unit.model_copy(update={"parameters": (*rest, *spread)})
     of_whole = UnitProfile(name=unit.name, parameters=tuple(whole))
     in_turn = replace(option, slices=len(spread), whole_slices=0)
     gathered = _price(of_spread, in_turn, job, cluster, gathered_again=gathered_again)
     held = _price(of_whole, Option(Stage.REPLICATED, 1), job, cluster, gathered_again=False)
     both = {field.name: getattr(gathered, field.name) + getattr(held, field.name) for field in fields(Price)}
-    at_once = (*rest, max(spread, key=lambda p: p.numel))
+    largest = slices[option.whole_slices]
     whole_option = replace(option, slices=1, whole_slices=0)
-    alone = _price(unit.model_copy(update={"parameters": at_once}), whole_option, job, cluster, gathered_again=gathered_again)
+    at_once = unit.model_copy(update={"parameters": (*rest, *largest)})
+    alone = _price(at_once, whole_option, job, cluster, gathered_again=gathered_again)
     # Every slice but one reads the input again, and adds to its gradient.
     again = nanoseconds((option.slices - 1) * unit.activation_bytes / cluster.device.bytes_per_second)
-    # The trace saw the gradient of the whole weight; those of slices are made in turn.
-    apart = (weight.numel - at_once[-1].numel) * DTYPE_BYTES[job.parameter_dtype] * weight.trainable
-    in_backward = both["gather_backward_ns"] + 3 * again
+    # The trace saw the gradient of one whole weight at a time.  Those of a slice are made together, and slices in turn.
+    saw, made = ([p.numel * p.trainable for p in parameters] for parameters in (weights, largest))
+    apart = DTYPE_BYTES[job.parameter_dtype] * (max(saw) - sum(made))
+    # Meanwhile the last gradient of the slice before waits for its turn.
+    last = unit.model_copy(update={"parameters": largest[-1:]})
+    waiting_bytes = _price(last, whole_option, job, cluster, gathered_again=gathered_again).waiting_bytes
+    # Several weights are those of fused experts, whose slices keep nothing for backward and run again there.
+    runs_again = len(weights) > 1
+    computed_bytes = unit.activation_bytes * (runs_again or option.recompute)
+    forward = nanoseconds(work_seconds(unit.forward, cluster.device)) if runs_again and not option.recompute else 0
+    in_backward = both["gather_backward_ns"] + 3 * again + forward
     return Price(
         **both
         | {
             "gathered_bytes": alone.gathered_bytes,
-            # One is made while the one before waits for it.
-            "waiting_bytes": alone.waiting_bytes,
-            "backward_bytes": max(0, unit.backward_transient_bytes - apart)
-            + alone.waiting_bytes
-            + unit.activation_bytes * option.recompute,
+            "activation_bytes": unit.activation_bytes - computed_bytes,
+            "forward_bytes": unit.transient_bytes + computed_bytes,
+            "waiting_bytes": waiting_bytes,
+            "backward_bytes": max(0, unit.backward_transient_bytes - apart) + waiting_bytes + computed_bytes,
             "norm_bytes": max(gathered.norm_bytes, held.norm_bytes),
             "gather_first_ns": 0,
             "gather_forward_ns": 0,
@@ -255,8 +264,9 @@ def _split_price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, 
     )
 
 
-def _slices(weight: ParameterProfile, rows: int, count: int) -> list[ParameterProfile]:
+def _slices(weight: ParameterProfile, count: int) -> list[ParameterProfile]:
     """``weight`` cut into ``count`` pieces of whole rows; the first ones have a row more where they do not divide."""
+    rows = weight.split_rows
     least, more = divmod(rows, count)
     return [weight.model_copy(update={"shape": (least + (i < more), weight.numel // rows)}) for i in range(count)]
 

@@ -25,6 +25,8 @@ class ParameterProfile(Frozen):
     shape: tuple[NonNegativeInt, ...]
     dtype: str
     trainable: bool
+    split_rows: PositiveInt = 1
+    """Rows along which it can be split into slices; 1 if it cannot."""
 
     @property
     def numel(self) -> int:
@@ -68,13 +70,16 @@ class UnitProfile(Frozen):
 
     recomputable: bool = False
     """Whether its activations may be computed again in backward."""
-    split_rows: PositiveInt = 1
-    """Rows along which it can be split into slices; 1 if it cannot."""
 
     @property
     def numel(self) -> int:
         """Elements of all its parameters."""
         return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def split_rows(self) -> int:
+        """Rows along which it can be split into slices, all parameters that can be together; 1 if none can."""
+        return max((parameter.split_rows for parameter in self.parameters), default=1)
 
 
 class ModelProfile(Document):
@@ -109,7 +114,7 @@ class ModelProfile(Document):
 def _anonymous(unit: UnitProfile) -> object:
     """All of a unit but its names."""
     return (
-        tuple((p.shape, p.dtype, p.trainable) for p in unit.parameters),
+        tuple((p.shape, p.dtype, p.trainable, p.split_rows) for p in unit.parameters),
         *((work.flops, work.bytes_moved, work.seconds) for work in (unit.forward, unit.backward)),
-        *(unit.activation_bytes, unit.transient_bytes, unit.backward_transient_bytes, unit.recomputable, unit.split_rows),
+        *(unit.activation_bytes, unit.transient_bytes, unit.backward_transient_bytes, unit.recomputable),
     )

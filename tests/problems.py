@@ -52,7 +52,9 @@ def a_unit(
     recomputable: bool = False,
     split_rows: int = 1,
 ) -> UnitProfile:
-    weight = ParameterProfile(name=f"{name}.weight", shape=(rows, columns), dtype="bfloat16", trainable=trainable)
+    weight = ParameterProfile(
+        name=f"{name}.weight", shape=(rows, columns), dtype="bfloat16", trainable=trainable, split_rows=split_rows
+    )
     bias = ParameterProfile(name=f"{name}.bias", shape=(rows,), dtype="bfloat16", trainable=trainable)
     flops = 2 * tokens * rows * columns
     return UnitProfile(
@@ -64,7 +66,6 @@ def a_unit(
         transient_bytes=2 * tokens * rows,
         backward_transient_bytes=2 * tokens * (rows + columns),
         recomputable=recomputable,
-        split_rows=split_rows,
     )
 
 

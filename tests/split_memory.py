@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import CLUSTER
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from ds_osdp import deepspeed_seams as seams
 from ds_osdp.cluster import Cluster
@@ -58,10 +60,30 @@ class Projection(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-def peaks(slices: int) -> dict[str, int]:
-    """Measured and predicted peak of a step in which both big units are in so many slices."""
+class Mixture(nn.Module):
+    """Fused experts that dwarf what is around them; ``forward`` returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.head = nn.Embedding(256, HIDDEN), nn.Linear(HIDDEN, 256, bias=False)
+        self.moe = MixtralSparseMoeBlock(MixtralConfig(hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_local_experts=16))
+        self.moe.experts.config._experts_implementation = "grouped_mm"
+        for parameter in self.moe.parameters():  # which transformers leaves to its models
+            nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = ids % 256
+        x = self.wte(ids)
+        return F.cross_entropy(self.head(x + self.moe(x)).flatten(0, 1), ids.flatten())
+
+
+MODELS = {"projection": Projection, "mixture": Mixture}
+
+
+def peaks(name: str, slices: int) -> dict[str, int]:
+    """Measured and predicted peak of a step in which the big units are in so many slices."""
     before_bytes = Alive().peak_bytes  # DeepSpeed holds on to some of an engine that is destroyed
-    model = Projection()
+    model = MODELS[name]()
     job = job_from_config(CONFIG, WORLD)
     section = OsdpConfig(input={"ids": TensorSpec(shape=(TOKENS,))}, max_slices=slices)
     profile = profile_for(section, model, job)
@@ -95,4 +117,4 @@ if __name__ == "__main__":
     )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     deepspeed.init_distributed("gloo", verbose=False)
-    print(json.dumps([peaks(int(argument)) for argument in sys.argv[1:]]))
+    print(json.dumps([peaks(sys.argv[1], int(slices)) for slices in sys.argv[2:]]))

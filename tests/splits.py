@@ -21,11 +21,14 @@ from models import VOCABULARY, batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import CLUSTER, ds_config, make_plan
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.pytorch_utils import Conv1D
 
 import ds_osdp
 from ds_osdp.errors import InfeasiblePlanError
 from ds_osdp.plan import Plan, Stage
+from ds_osdp.split import split_rows
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,12 +36,18 @@ ROOT = Path(__file__).parents[1]
 class Kinds(nn.Module):
     """Every kind of module that can be split, of sizes that divide by nothing; ``forward`` returns the loss."""
 
-    def __init__(self, hidden: int = 36, tied: bool = False, checkpoint: bool = False, outside: bool = False) -> None:
+    def __init__(self, hidden: int = 40, tied: bool = False, checkpoint: bool = False, outside: bool = False) -> None:
         super().__init__()
         self.checkpoint, self.outside = checkpoint, outside
         self.wte, self.drop = nn.Embedding(VOCABULARY, hidden, padding_idx=5), nn.Dropout(0.1)
         self.up, self.down = Conv1D(101, hidden), nn.Linear(101, hidden)
         self.ln, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, VOCABULARY, bias=False)
+        # One of the classes that DeepSpeed takes for leaves by itself.
+        self.moe = MixtralSparseMoeBlock(MixtralConfig(hidden_size=hidden, intermediate_size=24, num_local_experts=7))
+        self.moe.experts.config._experts_implementation = "grouped_mm"
+        with deepspeed.zero.GatheredParameters(list(self.moe.parameters()), modifier_rank=0):
+            for parameter in self.moe.parameters():  # which transformers leaves to its models
+                nn.init.normal_(parameter, std=0.1)
         if tied:
             self.head.weight = self.wte.weight
 
@@ -50,7 +59,7 @@ class Kinds(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
     def block(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.drop(F.gelu(self.up(x))))
+        return self.down(self.drop(F.gelu(self.up(x)))) + self.moe(x)
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Way:
 def plan_for(model: nn.Module, way: Way, config: dict[str, Any]) -> Plan:
     mixed = {"up*": (2, None), "down.bias": (1, None), "*": (3, None)}
     plan = make_plan(model, mixed if way.stages else {"*": (3, None)}, config)
-    splittable = {n for n in plan.stage_of if n.endswith("weight") and "ln" not in n}
+    splittable = split_rows(model)
     units = [
         u.model_copy(update={"slices": way.slices, "whole_slices": way.whole_slices if u.stage is Stage(3) else 0})
         if u.name in splittable

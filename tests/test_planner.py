@@ -23,8 +23,8 @@ from ds_osdp.explain import explain
 from ds_osdp.job import Job
 from ds_osdp.plan import CommunicationSizes, Plan, Stage
 from ds_osdp.planner import best_micro_batch, make_plan
-from ds_osdp.prices import Option, Space, price
-from ds_osdp.profile import ModelProfile
+from ds_osdp.prices import Option, Space, price, work_seconds
+from ds_osdp.profile import ModelProfile, ParameterProfile, UnitProfile, Work
 from ds_osdp.remedies import with_micro_batch
 from ds_osdp.solve import _by_kinds, _Search, _unit_by_unit
 from ds_osdp.step import Instance, evaluate, priced
@@ -237,6 +237,27 @@ def test_slices_add_up_to_their_unit() -> None:
     mixed = price(unit, Option(Stage.FULLY_SHARDED, 4, 7, 3), job, cluster, gathered_again=True)
     assert split.resident_bytes < mixed.resident_bytes < 16 * unit.numel
     assert mixed.forward_ns < split.forward_ns
+
+
+def test_slices_of_fused_experts_keep_nothing_and_run_again() -> None:
+    weights = tuple(
+        ParameterProfile(name=f"experts.{name}", shape=shape, dtype="bfloat16", trainable=True, split_rows=8)
+        for name, shape in {"gate_up_proj": (8, 60, 20), "down_proj": (8, 20, 30)}.items()
+    )
+    unit = UnitProfile(
+        name="experts", parameters=weights, forward=Work(flops=10**9), backward=Work(flops=2 * 10**9),
+        activation_bytes=4000, transient_bytes=500, backward_transient_bytes=90_000,
+    )  # fmt: skip
+    job, cluster = a_job(world_size=4), a_cluster()
+    whole = price(unit, Option(Stage.FULLY_SHARDED, 4), job, cluster, gathered_again=True)
+    split = price(unit, Option(Stage.FULLY_SHARDED, 4, 4), job, cluster, gathered_again=True)
+    assert split.resident_bytes == whole.resident_bytes
+    assert 4 * split.gathered_bytes == whole.gathered_bytes
+    assert (whole.activation_bytes, split.activation_bytes) == (4000, 0)
+    # Beside the gradients of a slice, where the trace has seen the largest of the whole, all that a forward keeps.
+    assert split.backward_bytes == 90_000 - 2 * (weights[0].numel - unit.numel // 4) + 4000
+    once_again = work_seconds(unit.forward, cluster.device) * 1e9
+    assert split.backward_ns > whole.backward_ns + whole.gather_backward_ns + 0.99 * once_again
 
 
 def test_rules_pin_units() -> None:

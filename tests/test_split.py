@@ -14,11 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 from launch import on_ranks
 from splits import CHECKPOINTS, Kinds, Way
 from torch import nn
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from ds_osdp.errors import PlanMismatchError
+from ds_osdp.deepspeed_seams.slices import join_slices, open_leaves
+from ds_osdp.errors import PlanMismatchError, UnsupportedError
 from ds_osdp.split import join, split, split_rows
 
 FP32_RELATIVE = 1e-6
@@ -35,6 +39,7 @@ WAYS |= {
     "zero.Init, another seed on each rank": Way(slices=3, whole_slices=1, zero_init=True, steps=5),
     "tied, zero.Init": Way(slices=2, model=("tied",), zero_init=True, steps=5),
     "frozen": Way(slices=3, frozen="up", steps=5),
+    "frozen experts": Way(slices=3, frozen="moe.experts", steps=5),
     "bf16, accumulation 2": Way(slices=3, whole_slices=1, bf16=True, accumulation=2, steps=5),
     "accumulation 3, stages": Way(slices=4, whole_slices=1, stages=True, accumulation=3, steps=4),
     "parameter groups": Way(slices=3, groups=True, steps=5),
@@ -85,22 +90,24 @@ def test_every_slice_has_its_own_place(name: str) -> None:
 def test_one_slice_is_gathered_at_a_time() -> None:
     ways = [Way(), Way(slices=4), Way(slices=7), Way(slices=4, model=("tied",))]
     whole, four, seven, tied = on_ranks(2, "splits:most_gathered", ways)
-    # 97 rows of 36: the first slices have a row more, and DeepSpeed's padding is one element.
-    assert whole == 97 * 36
-    assert 25 * 36 <= four <= 25 * 36 + 2
-    assert 14 * 36 <= seven <= 14 * 36 + 2
+    # 97 rows of 40: the first slices have a row more, and DeepSpeed's padding is one element.
+    assert whole == 97 * 40
+    assert 25 * 40 <= four <= 25 * 40 + 2
+    assert 14 * 40 <= seven <= 14 * 40 + 2
     assert four <= tied <= four + 2
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_the_peak_of_a_big_projection_falls() -> None:
-    """One rank of eight, with a vocabulary of 64k under two layers."""
+@pytest.mark.parametrize(("model", "buffer_bytes"), [("projection", 512 * 65_536 * 4), ("mixture", 16 * 3 * 512 * 1024 * 4)])
+def test_the_peak_of_a_big_unit_falls(model: str, buffer_bytes: int) -> None:
+    """One rank of eight, with a vocabulary of 64k under two layers, or with sixteen fused experts."""
     script = Path(__file__).with_name("split_memory.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    output = subprocess.run([sys.executable, str(script), "1", "2", "4"], capture_output=True, check=True, env=environment)
+    output = subprocess.run(
+        [sys.executable, str(script), model, "1", "2", "4"], capture_output=True, check=True, env=environment
+    )
     whole, *in_slices = json.loads(output.stdout.splitlines()[-1])
-    buffer_bytes = 512 * 65_536 * 4
     for row in in_slices:
         assert whole["measured"] - row["measured"] >= 0.6 * (1 - 1 / row["slices"]) * buffer_bytes
         assert row["predicted"] == pytest.approx(row["measured"], rel=0.05)
@@ -151,15 +158,17 @@ def test_a_split_model_can_go_to_another_engine() -> None:
         assert losses == pytest.approx(on_ranks(2, "splits:from_engine_to_engine", plain), rel=FP32_RELATIVE)
 
 
-@pytest.mark.parametrize("count", [1, 3, 7, 36])
+@pytest.mark.parametrize("count", [1, 3, 7, 40])
 @pytest.mark.parametrize("tied", [False, True])
 def test_names_and_values_stay_without_an_engine(count: int, tied: bool) -> None:
     torch.manual_seed(0)
     model = Kinds(tied=tied).eval()
     original = copy.deepcopy(model)
     names = list(model.state_dict())
-    placed = split(model, dict.fromkeys(split_rows(model), count))
-    assert len({part for parts in placed.values() for part in parts}) == count * (3 if tied else 4)
+    counts = {name: min(count, rows) for name, rows in split_rows(model).items()}
+    assert len(counts) == (5 if tied else 6)
+    placed = split(model, counts)
+    assert len({part for parts in placed.values() for part in parts}) == sum(counts.values())
     assert isinstance(model.head, nn.Linear)
     assert isinstance(model.wte, nn.Embedding)
     assert list(model.state_dict()) == names
@@ -224,3 +233,62 @@ def test_what_cannot_be_split_is_left_or_refused() -> None:
         with pytest.raises(PlanMismatchError, match=name):
             split(model, {name: count})
     assert not any("osdp" in name for name, _ in model.named_parameters())
+
+
+def test_fused_experts_are_split_together_or_not_at_all() -> None:
+    model = Kinds().moe
+    both = {"experts.gate_up_proj": 7, "experts.down_proj": 7}
+    assert split_rows(model) == both
+    for slices in ({"experts.down_proj": 2}, {"experts.gate_up_proj": 2, "experts.down_proj": 3}):
+        with pytest.raises(PlanMismatchError, match="together"):
+            split(model, slices)
+    experts = model.experts
+    for attribute, value in (("_is_expert_parallel", True), ("act_fn", nn.PReLU())):
+        before = getattr(experts, attribute)
+        setattr(experts, attribute, value)
+        assert split_rows(model) == {}
+        setattr(experts, attribute, before)
+    for implementation, rows in (("eager", {}), ("batched_mm", both)):
+        experts.config._experts_implementation = implementation
+        assert split_rows(model) == rows
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_fused_experts_of_any_layout(implementation: str) -> None:
+    """With biases, transposed, with a gate of their own; where no token chooses some of them."""
+    torch.manual_seed(0)
+    config = GptOssConfig(hidden_size=32, intermediate_size=24, num_local_experts=7)
+    model = nn.Sequential(GptOssExperts(config))
+    model[0].config._experts_implementation = implementation
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    whole = copy.deepcopy(model)
+    placed = split(model, dict.fromkeys(split_rows(model), 3))
+    assert len(placed) == 4
+    inputs = [(torch.randn(9, 32).requires_grad_(), torch.rand(9, 2).requires_grad_()) for _ in range(2)]
+    inputs[1][0].data, inputs[1][1].data = inputs[0][0].data, inputs[0][1].data
+    chosen = torch.tensor([[0, 1], [2, 0], [1, 6]] * 3)  # none of the second slice
+    outputs = [experts[0](x, chosen, scores) for experts, (x, scores) in zip((model, whole), inputs, strict=True)]
+    torch.testing.assert_close(*outputs, rtol=FP32_RELATIVE, atol=1e-7)
+    for output in outputs:
+        output.square().sum().backward()
+    for ours, theirs in zip(*inputs, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+    for parts, parameter in zip(placed.values(), whole.parameters(), strict=True):
+        gradient = torch.cat([part.grad for part in parts])  # type: ignore[misc]
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_leaf_modules_do_not_gather_slices() -> None:
+    model = nn.ModuleDict({"moe": Kinds().moe, "plain": nn.Sequential(nn.Linear(4, 4))})
+    leaves = [model["moe"], model["plain"]]
+    for leaf in leaves:
+        set_z3_leaf_module(leaf, True)
+    split(model, {"moe.experts.gate_up_proj": 2, "moe.experts.down_proj": 2})
+    open_leaves(model)
+    assert [z3_leaf_module(leaf) for leaf in leaves] == [False, True]
+    join_slices({"model": model})
+    assert [z3_leaf_module(leaf) for leaf in leaves] == [True, True]
+    split(model, {"plain.0.weight": 2})
+    with pytest.raises(UnsupportedError, match=r"plain\.0"):
+        open_leaves(model)

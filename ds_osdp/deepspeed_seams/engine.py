@@ -22,7 +22,7 @@ from ds_osdp.deepspeed_seams.metrics import watch_steps
 from ds_osdp.deepspeed_seams.optimizer import PlannedStage3Optimizer, planned_optimizer_class
 from ds_osdp.deepspeed_seams.placement import place, verify
 from ds_osdp.deepspeed_seams.seams import Patch, check_seams, patches_installed
-from ds_osdp.deepspeed_seams.slices import join_consolidated
+from ds_osdp.deepspeed_seams.slices import join_consolidated, open_leaves
 from ds_osdp.errors import UnsupportedError
 from ds_osdp.plan import CommunicationSizes, Plan
 from ds_osdp.split import unsplit_name
@@ -170,6 +170,7 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
             return original(self, optimizer)
         if self.has_moe_layers:
             raise UnsupportedError("DeepSpeed MoE layers cannot be combined with osdp yet: set osdp.enabled to false")
+        open_leaves(self.module)
         place(self.module, pending.plan)
         stock = stage3.DeepSpeedZeroOptimizer_Stage3
         stage3.DeepSpeedZeroOptimizer_Stage3 = planned_optimizer_class(

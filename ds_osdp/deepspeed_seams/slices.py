@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 from torch import nn
 
-from ds_osdp.errors import PlanMismatchError
+from ds_osdp.errors import PlanMismatchError, UnsupportedError
 from ds_osdp.plan import Plan
-from ds_osdp.split import KEEP, Keeper, SlicedParameter, join, sliced, split, split_rows, unsplit_name
+from ds_osdp.split import KEEP, Keeper, SlicedParameter, join, sliced, split, split_modules, split_rows, unsplit_name
 
-__all__ = ["join_consolidated", "join_slices", "split_slices"]
+__all__ = ["join_consolidated", "join_slices", "open_leaves", "split_slices"]
 
 
 def split_slices(call: dict[str, Any], plan: Plan) -> None:
@@ -49,11 +50,34 @@ def split_slices(call: dict[str, Any], plan: Plan) -> None:
 
 
 def join_slices(call: dict[str, Any]) -> None:
-    """Undo :func:`split_slices`, on a model that comes from another engine."""
+    """Undo :func:`split_slices` and :func:`open_leaves`, on a model that comes from another engine."""
+    for module in call["model"].modules():
+        if vars(module).pop("osdp_leaf", False):
+            set_z3_leaf_module(module, True)
     joined = join(call["model"], _ZERO)
     if joined:
         first = {sliced(part): part for part in reversed(joined)}
         _replace(call, {part: (whole,) if first[sliced(part)] is part else () for part, whole in joined.items()})
+
+
+def open_leaves(model: nn.Module) -> None:
+    """Let no leaf module (``set_z3_leaf_modules``) gather slices: it would gather all that is in it at once.
+
+    A leaf is for modules of which some run, by what the data says.  Of fused experts all do, so theirs is none any more.
+
+    Raises:
+        UnsupportedError: a leaf has slices, and no fused experts.
+    """
+    for name, leaf in model.named_modules():
+        if not z3_leaf_module(leaf) or not (inside := split_modules(leaf)):
+            continue
+        if not any(inside.values()):
+            raise UnsupportedError(
+                f"the plan splits {name}.{next(iter(inside))}, and {name} is a leaf module, which gathers all that is in it at "
+                "once: give the unit a stage below 3 in osdp.rules, or set osdp.max_slices to 1"
+            )
+        set_z3_leaf_module(leaf, False)
+        leaf.osdp_leaf = True
 
 
 def join_consolidated(module: nn.Module, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

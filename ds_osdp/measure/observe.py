@@ -25,7 +25,6 @@ from ds_osdp.measure.sample import InputTensor
 from ds_osdp.measure.stopwatch import AtWork, MicroStep, Stopwatch
 from ds_osdp.measure.units import owned_parameters
 from ds_osdp.profile import ModelProfile, UnitProfile, Work
-from ds_osdp.split import split_rows
 
 __all__ = ["Observer", "observe"]
 
@@ -71,7 +70,7 @@ class Observer:
     def __init__(self, module: nn.Module, micro_batch: int) -> None:
         self._module = module
         self._micro_batch = micro_batch
-        self._owned, self._rows = owned_parameters(module), split_rows(module)
+        self._owned = owned_parameters(module)
         self._units = {module.get_submodule(name): name for name in self._owned}
         self._input = ""
         self._order: dict[str, int] = {}
@@ -138,7 +137,6 @@ class Observer:
             backward_transient_bytes=self._sampled.backward_transient[number],
             output_bytes=self._sampled.output_bytes[number],
             recomputes=number in self._recomputed,
-            split_rows=max(self._rows.get(parameter.name, 1) for parameter in self._owned[name]),
         )
 
     # --- hooks

@@ -11,7 +11,6 @@ from ds_osdp.measure.sample import InputTensor, Sample
 from ds_osdp.measure.tracer import Tracer
 from ds_osdp.measure.units import owned_parameters
 from ds_osdp.profile import ModelProfile
-from ds_osdp.split import split_rows
 
 __all__ = ["profile_model"]
 
@@ -52,7 +51,7 @@ def profile_model(model: nn.Module, sample: Sample, *, dtype: torch.dtype | None
     tracer: Tracer | None = None
     try:
         twin = runner.copy(model, dtype)
-        owned, rows = owned_parameters(twin), split_rows(twin)
+        owned = owned_parameters(twin)
         tracer = Tracer(twin, tuple(owned), runner)
         with torch.random.fork_rng(devices), torch.enable_grad():
             tracer.run({tensor.name: _input(tensor, runner) for tensor in sample.tensors})
@@ -67,7 +66,7 @@ def profile_model(model: nn.Module, sample: Sample, *, dtype: torch.dtype | None
         model=type(model).__name__,
         micro_batch=sample.micro_batch,
         sample=sample.describe(),
-        units=tuple(tracer.profiles(owned, rows)),
+        units=tuple(tracer.profiles(owned)),
         buffer_bytes=sum(t.numel() * t.element_size() for t in twin.buffers()),
     )
 

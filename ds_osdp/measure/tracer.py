@@ -71,8 +71,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 torch.autograd.backward(edges, gradients)
 
-    def profiles(self, owned: Mapping[str, tuple[ParameterProfile, ...]], rows: Mapping[str, int]) -> Iterator[UnitProfile]:
-        """What was seen, unit by unit; ``rows`` of the parameters that can be split, by name."""
+    def profiles(self, owned: Mapping[str, tuple[ParameterProfile, ...]]) -> Iterator[UnitProfile]:
+        """What was seen, unit by unit."""
         in_forward, in_backward = self.ledger.peaks_beyond_kept()
         for name, index in self.order.items():
             yield UnitProfile(
@@ -85,7 +85,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 backward_transient_bytes=in_backward[index],
                 output_bytes=self._output_bytes[name],
                 recomputes=name in self._at_work.recomputed,
-                split_rows=max(rows.get(parameter.name, 1) for parameter in owned[name]),
             )
         for name in owned:
             if name not in self.order:

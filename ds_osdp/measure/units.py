@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ds_osdp.profile import ParameterProfile
-from ds_osdp.split import sliced, unsplit_name
+from ds_osdp.split import sliced, split_rows, unsplit_name
 
 __all__ = ["owned_parameters"]
 
@@ -17,6 +17,7 @@ def owned_parameters(model: nn.Module) -> dict[str, tuple[ParameterProfile, ...]
     none is no unit.  What is split counts as it was before.
     """
     owned: dict[str, tuple[ParameterProfile, ...]] = {}
+    rows = split_rows(model)
     for name, parameter in model.named_parameters():
         whole = sliced(parameter)
         name, index = unsplit_name(name)
@@ -29,6 +30,7 @@ def owned_parameters(model: nn.Module) -> dict[str, tuple[ParameterProfile, ...]
             shape=tuple(shape),
             dtype=str(parameter.dtype).removeprefix("torch."),
             trainable=parameter.requires_grad,
+            split_rows=rows.get(name, 1),
         )
         unit = name.rpartition(".")[0]
         owned[unit] = (*owned.get(unit, ()), profile)

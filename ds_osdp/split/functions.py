@@ -7,8 +7,8 @@ of the slice before it runs the next node.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import Function, once_differentiable
 
-__all__ = ["EmbeddingSlice", "JoinSlice", "LinearSlice", "Place"]
+__all__ = ["EmbeddingSlice", "ExpertsSlice", "JoinSlice", "LinearSlice", "Place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,14 @@ class Place:
     """Of the weight, along which it is sliced: the output's."""
     gathered: Callable[[nn.Parameter], AbstractContextManager[None]]
     """Inside, the parameter has its values.  It must have them when a node is made."""
+
+    @contextmanager
+    def with_values(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Inside, all of them have.  Each is gathered by itself: together they would arrive in one tensor, and be copied."""
+        with ExitStack() as stack:
+            for parameter in parameters:
+                stack.enter_context(self.gathered(parameter))
+            yield
 
 
 class LinearSlice(Function):
@@ -136,6 +144,65 @@ class EmbeddingSlice(Function):
             local = (ids - place.begin).where(wanted, rows)
             of_weight = torch.ops.aten.embedding_dense_backward(gradient, local, rows + 1, rows, False)[:rows]
         return None, gradient if ctx.needs_input_grad[1] else None, of_weight, None, None
+
+
+class ExpertsSlice(Function):
+    """``out + run(hidden, chosen, scores, *weights)`` for the experts of one slice.
+
+    What ``run`` saves for backward would be that of all experts, for each slice: it runs again in backward instead, on the
+    tensors that all slices save together.  It must not be random.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        chosen: torch.Tensor,
+        scores: torch.Tensor,
+        out: torch.Tensor | None,
+        run: Callable[..., torch.Tensor],
+        place: Place,
+        *weights: nn.Parameter,
+    ) -> torch.Tensor:
+        """Add what the experts of one slice say.
+
+        Args:
+            ctx: autograd's.
+            hidden: [tokens, features].
+            chosen: [tokens, choices], experts.
+            scores: [tokens, choices].
+            out: [tokens, features], the sum over the slices before this one; None for the first.
+            run: computes with the weights of the slice.
+            place: of the slice.
+            weights: [experts, ...] each.
+        """
+        ctx.save_for_backward(hidden, chosen, scores)
+        ctx.run, ctx.place, ctx.weights = run, place, weights
+        device = hidden.device.type
+        ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        own = run(hidden, chosen, scores, *(weight.detach() for weight in weights))
+        if out is None:
+            return own
+        ctx.mark_dirty(out)
+        return out.add_(own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of ``hidden``, ``scores``, ``out`` and ``weights``."""
+        hidden, chosen, scores = ctx.saved_tensors
+        needs_out = ctx.needs_input_grad[3]
+        needed = [i for i, needs in enumerate(ctx.needs_input_grad) if needs and i != 3]
+        gradients: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
+        gradients[3] = gradient if needs_out else None
+        with ctx.place.with_values(ctx.weights), torch.enable_grad(), torch.autocast(*ctx.autocast):
+            inputs = {i: t.detach() for i, t in ((0, hidden), (2, scores), *enumerate(ctx.weights, 6))}
+            for i in needed:
+                inputs[i].requires_grad_()
+            own = ctx.run(inputs[0], chosen, inputs[2], *(inputs[i] for i in range(6, len(gradients))))
+            for i, found in zip(needed, torch.autograd.grad(own, [inputs[i] for i in needed], gradient), strict=True):
+                gradients[i] = found
+        return tuple(gradients)
 
 
 class JoinSlice(Function):
