@@ -149,7 +149,7 @@ def test_ready_configurations_follow_the_schema(config: Path) -> None:
 def test_the_site_builds(tmp_path: Path) -> None:
     """Warnings are errors: a page nobody links to, a link to nowhere, a name that is not in the code."""
     pytest.importorskip("material")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
