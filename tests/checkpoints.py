@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import os
+import resource
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from cases import Case
+from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from entries import message_of
+from live_bytes import LiveBytes
+from models import batch
 from training import make_engine, micro_steps
 
 # Two optimizer groups, small sub-groups and a frozen layer: every branch of the layout.
-CASE = Case(name="checkpoint", accumulation=2, groups=True, frozen="h.2.", bf16=True, zero={"sub_group_size": 9_000})
-STEPS = 3
+CASE = Case(
+    name="checkpoint",
+    groups=True,
+    frozen="h.2.",
+    bf16=True,
+    zero={"sub_group_size": 9_000},
+    config={"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 20}}},
+)
+STEPS = 5
+SCALE = 8.0
 
 
 def full_states(engine: Any) -> dict[str, torch.Tensor]:
@@ -33,35 +48,82 @@ def full_states(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def continue_training(engine: Any, begin: int) -> list[float]:
-    return [loss for step in range(begin, begin + STEPS) for loss in micro_steps(engine, step, CASE.accumulation)]
+    """Mean losses of a few steps with one global batch, which the ranks share, however many they are."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    losses = []
+    for step in range(begin, begin + STEPS):
+        loss = engine(batch(step, 0, samples=8).chunk(ranks)[rank])
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach() / ranks
+        torch.distributed.all_reduce(mean)
+        losses.append(mean.item())
+    return losses
 
 
-def round_trips(folder: str, plans: list[str]) -> dict[str, Any]:
-    """Every plan saves, every plan loads."""
-    result: dict[str, Any] = {"equal": {}, "losses": {}, "uninterrupted": {}, "zero_to_fp32": {}, "same_files": {}}
+def matrix(folder: str, plans: list[str], tag: str) -> dict[str, Any]:
+    """Every plan saves, every plan loads; what was saved, for other numbers of ranks to load."""
+    result: dict[str, Any] = {name: {} for name in ("equal", "losses", "uninterrupted", "zero_to_fp32", "same_files")}
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    random = torch.get_rng_state()
     for saver in plans:
         engine = make_engine(CASE, saver)
         continue_training(engine, 0)
-        engine.save_checkpoint(f"{folder}/{saver}", tag="here")
-        saved = full_states(engine)
+        # As fp16 would have found; fp16 itself does not run on a CPU.
+        engine.optimizer.loss_scaler.cur_scale = SCALE
+        engine.save_checkpoint(f"{folder}/{saver}", tag=tag, client_state={"random": random})
+        states[saver] = full_states(engine)
         result["uninterrupted"][saver] = continue_training(engine, STEPS)
         engine.destroy()
-        result["zero_to_fp32"][saver] = _worst_difference(
-            get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{saver}", tag="here"), saved
-        )
-        for loader in plans:
-            engine = make_engine(CASE, loader)
-            path, _ = engine.load_checkpoint(f"{folder}/{saver}", tag="here")
-            assert path is not None
-            loaded = full_states(engine)
-            result["equal"][saver, loader] = [name for name in saved if not torch.equal(saved[name], loaded[name])]
+        if os.environ["RANK"] == "0":
+            weights = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{saver}", tag=tag)
+            result["zero_to_fp32"][saver] = _worst_difference(weights, states[saver])
+    for loader in plans:
+        engine = make_engine(CASE, loader)
+        for saver in plans:
+            _, client = engine.load_checkpoint(f"{folder}/{saver}", tag=tag)
+            result["equal"][saver, loader] = different_states(engine, states[saver])
+            if not torch.equal(client["random"], random) or engine.optimizer.loss_scaler.cur_scale != SCALE:
+                result["equal"][saver, loader].append("random state or loss scale")
             if saver == "stock":
-                engine.save_checkpoint(f"{folder}/again_{loader}", tag="here")
-                result["same_files"][loader] = differing_files(
-                    Path(folder, "stock", "here"), Path(folder, f"again_{loader}", "here")
-                )
+                engine.save_checkpoint(f"{folder}/again_{loader}", tag=tag, client_state={"random": random})
+                result["same_files"][loader] = differing_files(Path(folder, "stock", tag), Path(folder, f"again_{loader}", tag))
             result["losses"][saver, loader] = continue_training(engine, STEPS)
-            engine.destroy()
+        engine.destroy()
+    if os.environ["RANK"] == "0":
+        torch.save((states, result["uninterrupted"]), f"{folder}/{tag}.pt")
+    return result
+
+
+def different_states(engine: Any, saved: dict[str, torch.Tensor]) -> list[str]:
+    loaded = full_states(engine)
+    return [name for name in saved if not torch.equal(saved[name], loaded[name])]
+
+
+def to_universal(folder: str, savers: list[str], tag: str) -> None:
+    """DeepSpeed's converter, on rank 0."""
+    if os.environ["RANK"] == "0":
+        for saver in savers:
+            arguments = {"input_folder": f"{folder}/{saver}/{tag}", "output_folder": f"{folder}/{saver}/universal"}
+            ds_to_universal(
+                Namespace(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True, **arguments)
+            )
+    torch.distributed.barrier()
+
+
+def from_universal(folder: str, savers: list[str], loaders: list[str], tag: str) -> dict[str, Any]:
+    """What another number of ranks saved, made universal."""
+    states, uninterrupted = torch.load(f"{folder}/{tag}.pt")
+    case = replace(CASE, config={**CASE.config, "checkpoint": {"load_universal": True}})
+    result: dict[str, Any] = {"equal": {}, "losses": {}, "uninterrupted": uninterrupted}
+    for loader in loaders:
+        engine = make_engine(case, loader)
+        for saver in savers:
+            engine.load_checkpoint(f"{folder}/{saver}", tag="universal")
+            trained = {name: values for name, values in states[saver].items() if "h.2." not in name}
+            result["equal"][saver, loader] = different_states(engine, trained)
+            result["losses"][saver, loader] = continue_training(engine, STEPS)
+        engine.destroy()
     return result
 
 
@@ -72,8 +134,11 @@ def _worst_difference(weights: dict[str, torch.Tensor], saved: dict[str, torch.T
 def differing_files(left: Path, right: Path) -> list[str]:
     """What differs between two checkpoint folders, tensor by tensor."""
     torch.distributed.barrier()
-    names = sorted(p.name for p in left.iterdir())
-    differences = [] if names == sorted(p.name for p in right.iterdir()) else [f"files {names}"]
+    if os.environ["RANK"] != "0":
+        return []
+    # The plan lies beside, for information.
+    names, others = (sorted(p.name for p in folder.iterdir() if p.name != "osdp_plan.json") for folder in (left, right))
+    differences = [] if names == others else [f"files {names}"]
     for name in names:
         a, b = (torch.load(folder / name, weights_only=False) for folder in (left, right))
         differences += _different(f"{name}", a, b)
@@ -94,6 +159,41 @@ def _different(where: str, a: Any, b: Any) -> list[str]:
     if isinstance(a, (int, float, str, bool)):
         return [] if a == b else [f"{where}: {a} and {b}"]
     return []
+
+
+def interrupted_save(folder: str) -> dict[str, Any]:
+    """The disk of one rank is full in the middle of a save; after that, files are missing or end too early."""
+    engine = make_engine(CASE, "mixed")
+    continue_training(engine, 0)
+    with LiveBytes() as live:
+        held = live.now()
+        engine.save_checkpoint(folder, tag="first")
+    result: dict[str, Any] = {"beside": live.peak - held, "unit": 16 * max(p.ds_numel for p in engine.module.parameters())}
+    result["states"] = 12 * sum(p.ds_numel for p in engine.module.parameters()) / 2
+    saved = full_states(engine)
+    losses = continue_training(engine, STEPS)
+    rank, limits = int(os.environ["RANK"]), resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, limits[1]))
+    result["told"] = message_of(lambda: engine.save_checkpoint(folder, tag="second"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    result["latest"] = Path(folder, "latest").read_text()
+    result["left over"] = [p.name for p in Path(folder, "second").iterdir() if p.name.endswith(".part")]
+    engine.load_checkpoint(folder)
+    result["different"] = different_states(engine, saved)
+    result["losses"] = losses, continue_training(engine, STEPS)
+    file = sorted(Path(folder, "first").glob("*rank_1*optim_states.pt"))[0]
+    content = file.read_bytes()
+    torch.distributed.barrier()
+    for what in ("truncated", "missing"):
+        if rank == 0:
+            file.write_bytes(content[:-100]) if what == "truncated" else file.unlink()
+        torch.distributed.barrier()
+        result[what] = message_of(lambda: engine.load_checkpoint(folder))
+    result["weights only"] = message_of(lambda: engine.load_checkpoint(folder, load_module_only=True))
+    result["file"] = file.name
+    engine.destroy()
+    return result
 
 
 def gathered_modifier(plan: str, rank_to_modify: int) -> dict[str, list[float]]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 import deepspeed.runtime.zero.stage3 as stage3
 import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
@@ -21,9 +24,11 @@ from ds_osdp.deepspeed_seams.access import gathered_enter, gathered_exit, gather
 from ds_osdp.deepspeed_seams.metrics import watch_steps
 from ds_osdp.deepspeed_seams.optimizer import PlannedStage3Optimizer, planned_optimizer_class
 from ds_osdp.deepspeed_seams.placement import place, verify
+from ds_osdp.deepspeed_seams.ranks import on_every_rank
 from ds_osdp.deepspeed_seams.seams import Patch, check_seams, patches_installed
 from ds_osdp.deepspeed_seams.slices import join_consolidated, open_leaves
-from ds_osdp.errors import UnsupportedError
+from ds_osdp.deepspeed_seams.streamed import StreamedFile
+from ds_osdp.errors import DocumentError, UnsupportedError
 from ds_osdp.plan import CommunicationSizes, Plan
 from ds_osdp.split import unsplit_name
 
@@ -198,6 +203,76 @@ def _get_zero_param_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
     return shapes
 
 
+def _save_zero_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save(self: Any, save_path: str, tag: str) -> None:
+        optimizer = self.optimizer
+        if not isinstance(optimizer, PlannedStage3Optimizer):
+            original(self, save_path, tag)
+            return
+        # DeepSpeed's rank 0 writes `latest` when its own files are there: those of the others must be, too.
+        on_every_rank(lambda: _write_zero_checkpoint(self, original, save_path, str(tag)))
+
+    return save
+
+
+def _write_zero_checkpoint(engine: Any, stock_save: Callable[..., Any], folder: str, tag: str) -> None:
+    optimizer, stock = engine.optimizer, engine.checkpoint_engine
+    # Other checkpoint engines write when and where they like, and need all of it.
+    if type(stock) is TorchCheckpointEngine and stock.zipfile_serialization:
+        file = StreamedFile()
+        engine.checkpoint_engine, optimizer.osdp_join = file, file.join
+    try:
+        stock_save(engine, folder, tag)
+        if engine.global_rank == 0:
+            engine.osdp.plan.save(os.path.join(folder, tag, "osdp_plan.json"))
+    except (OSError, RuntimeError) as error:
+        raise DocumentError(f"checkpoint {tag!r} cannot be written to {folder}: {error}. 'latest' is as before") from error
+    finally:
+        engine.checkpoint_engine, optimizer.osdp_join = stock, layout.joined
+
+
+def _load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load(
+        self: Any,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        reads_own_files = load_optimizer_states and not load_module_only and not self.load_universal_checkpoint()
+        if reads_own_files and isinstance(self.optimizer, PlannedStage3Optimizer):
+            # Found by one rank in the middle, it would leave the others waiting for that rank.
+            on_every_rank(lambda: _check_files(self, load_dir, tag))
+        what = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        return original(self, load_dir, tag, *what, *args, **kwargs)
+
+    return load
+
+
+def _check_files(engine: Any, folder: str, tag: str | None) -> None:
+    """Raise if a file that this rank will read is missing or ends too early."""
+    if tag is None:
+        latest = os.path.join(folder, "latest")
+        if not os.path.isfile(latest):
+            return  # DeepSpeed says so, on all ranks
+        with open(latest) as file:
+            tag = file.read().strip()
+    for path in (engine._get_ckpt_name(folder, tag), engine._get_zero_ckpt_name(folder, tag)):
+        if not os.path.isfile(path):
+            raise DocumentError(
+                f"there is no {path}, which this rank of {engine.dp_world_size} must read. A checkpoint of another number of "
+                "ranks must be made universal first (ds_to_universal); otherwise load an older one"
+            )
+        with open(path, "rb") as file:
+            cut = file.read(2) == b"PK" and not is_zipfile(path)
+        if cut or not os.path.getsize(path):
+            raise DocumentError(f"{path} is incomplete ({os.path.getsize(path)} bytes): load an older checkpoint")
+
+
 def _get_zero_frozen_param_attributes(original: Callable[..., Any]) -> Callable[..., Any]:
     def attributes(self: Any, attr_func: Callable[[Any], Any]) -> Any:
         if not isinstance(self.optimizer, PlannedStage3Optimizer):
@@ -254,6 +329,8 @@ def _load_module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 _PATCHES = [
     Patch(DeepSpeedEngine, "_configure_zero_optimizer", _configure_zero_optimizer),
     Patch(DeepSpeedEngine, "_get_zero_param_shapes", _get_zero_param_shapes),
+    Patch(DeepSpeedEngine, "_save_zero_checkpoint", _save_zero_checkpoint),
+    Patch(DeepSpeedEngine, "load_checkpoint", _load_checkpoint),
     Patch(DeepSpeedEngine, "_get_zero_frozen_param_attributes", _get_zero_frozen_param_attributes),
     Patch(DeepSpeedEngine, "_get_param_fragment_func", _get_param_fragment_func),
     Patch(DeepSpeedEngine, "_get_shared_params", _get_shared_params),

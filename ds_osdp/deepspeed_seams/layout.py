@@ -8,7 +8,7 @@ What is saved is the former: so stock DeepSpeed, its converters, another plan an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed.comm as dist
@@ -19,8 +19,10 @@ from ds_osdp.deepspeed_seams.placement import peers
 from ds_osdp.split import SlicedParameter, sliced, unsplit_name
 
 __all__ = [
+    "Join",
     "SavedWhole",
     "from_stock",
+    "joined",
     "own_part",
     "parts",
     "planned_parts",
@@ -88,17 +90,27 @@ def stock_sub_groups(optimizer: Any) -> list[tuple[int, list[Any]]]:
     return sub_groups
 
 
-def to_stock(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A planned optimizer's state dict, in the layout of stock ZeRO-3.
+Join = Callable[[Iterator[torch.Tensor], int, torch.Tensor], torch.Tensor]
+"""Makes one 1-D tensor of its pieces, given its elements and a tensor of the same dtype and device."""
 
-    No rank holds more than its own stock share and one whole parameter beside its state.
-    """
+
+def joined(pieces: Iterator[torch.Tensor], numel: int, like: torch.Tensor) -> torch.Tensor:
+    """The pieces behind one another, in memory."""
+    return torch.cat(list(pieces))
+
+
+def to_stock(optimizer: Any, state_dict: dict[str, Any], join: Join = joined) -> dict[str, Any]:
+    """A planned optimizer's state dict, in the layout of stock ZeRO-3; ``join`` makes its flat tensors."""
     sub_groups = stock_sub_groups(optimizer)
     saved = state_dict[OPTIMIZER_STATE_DICT]
 
     def merged(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         own = parts(optimizer, flats)
-        return [torch.cat([stock_part(optimizer, p, own) for p in ps]) for _, ps in sub_groups]
+
+        def pieces(parameters: list[Any]) -> Iterator[torch.Tensor]:
+            return (stock_part(optimizer, p, own) for p in parameters)
+
+        return [join(pieces(ps), sum(_stock_numel(optimizer, p) for p in ps), flats[0]) for _, ps in sub_groups]
 
     masters = optimizer.fp32_partitioned_groups_flat
     # torch numbers optimizer parameters in the order of param_groups, not of DeepSpeed's sub-groups.
@@ -210,6 +222,7 @@ def parts(optimizer: Any, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tens
 
 
 def _gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """The parts of all ranks of ``group`` behind one another; ``part`` itself where the group is this rank alone."""
     ranks = dist.get_world_size(group=group)
     if ranks == 1:
         return part
@@ -219,7 +232,7 @@ def _gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _cut(whole: torch.Tensor, size: int, index: int) -> torch.Tensor:
-    """The part of ``size`` elements number ``index``, padded with zeros where ``whole`` ends before it does."""
+    """A copy of the part of ``size`` elements number ``index``, padded with zeros where ``whole`` ends before it does."""
     out = torch.zeros(size, dtype=whole.dtype, device=whole.device)
     own = whole[index * size : (index + 1) * size]
     out[: own.numel()] = own

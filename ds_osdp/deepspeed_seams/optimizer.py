@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.constants import PARAM
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_osdp.deepspeed_seams import layout
@@ -19,7 +19,7 @@ from ds_osdp.deepspeed_seams.deferred import DeferredReducer, GradientSlot, Rout
 from ds_osdp.deepspeed_seams.hooks import ModuleHooks
 from ds_osdp.deepspeed_seams.placement import accumulates_whole, is_replicated, is_whole, peers
 from ds_osdp.deepspeed_seams.whole import WholeParameters
-from ds_osdp.errors import RankMismatchError
+from ds_osdp.errors import DocumentError, RankMismatchError
 from ds_osdp.plan import CommunicationSizes
 from ds_osdp.split import sliced, unsplit_name
 
@@ -38,6 +38,8 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     osdp_after_step: Callable[[], None] | None = None
     micro_step_id: int
     """DeepSpeed's: of the micro-step at work, in the optimizer step."""
+    osdp_join: layout.Join = staticmethod(layout.joined)
+    """What makes the flat tensors of the stock layout; another while a checkpoint is written."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.update(self.osdp_sizes.model_dump())
@@ -346,7 +348,7 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     # -- checkpoints: what is saved is what stock ZeRO-3 saves
 
     def _rigid_state_dict(self) -> dict[str, Any]:
-        return layout.to_stock(self, super()._rigid_state_dict())
+        return layout.to_stock(self, super()._rigid_state_dict(), self.osdp_join)
 
     def _rigid_load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
         # The engine has freed whole parameters by now; a caller of the optimizer alone has not.
@@ -366,13 +368,25 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return layout.own_part(param, whole.cut(saved)[index].reshape(-1))
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
-        """Load a universal checkpoint."""
+        """Load a universal checkpoint.
+
+        Raises:
+            DocumentError: it was saved with another number of optimizer groups.
+        """
         super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
-        # DeepSpeed gives all sub-groups one `step` tensor, which each then advances: Adam's bias correction would be
-        # that of several times as many steps.
+        # Two defects of DeepSpeed's (docs/upstream): all sub-groups share one `step` tensor, which each then advances, so
+        # that Adam's bias correction is that of several times as many steps;
         for state in self.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
+        # and all optimizer groups get the hyperparameters of the first.
+        path = os.path.join(checkpoint_dir, "zero", "optimizer_state.pt")
+        saved = torch.load(path, map_location="cpu", weights_only=False)[OPTIMIZER_STATE_DICT]["param_groups"]
+        groups = self.optimizer.param_groups
+        if len(saved) != len(groups):
+            raise DocumentError(f"{path} has {len(saved)} optimizer groups, and this job's optimizer has {len(groups)}")
+        for group, values in zip(groups, saved, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
 
 
 def _norm_dtype() -> torch.dtype:

@@ -56,7 +56,7 @@ def on_every_rank(step: Callable[[], T]) -> T:
         raise problem
     for rank, text in enumerate(problems):
         if text is not None:
-            raise RankMismatchError(f"rank {rank} cannot start: {text}")
+            raise RankMismatchError(f"rank {rank} fails: {text}")
     return value
 
 

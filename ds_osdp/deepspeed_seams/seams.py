@@ -64,6 +64,17 @@ SEAMS = (
     Seam(_ENGINE, "_get_zero_frozen_param_attributes", ("attr_func",), "files have what was split under its own name"),
     Seam(_ENGINE, "_get_shared_params", (), "and what is tied to it"),
     Seam(_ENGINE, "_zero3_consolidated_16bit_state_dict", (), "and weights exported whole"),
+    Seam(
+        _ENGINE, "_save_zero_checkpoint", ("save_path", "tag"), "files are written parameter by parameter, with the plan beside"
+    ),
+    Seam(
+        _ENGINE,
+        "load_checkpoint",
+        ("load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"),
+        "a bad file is named on all ranks before any rank begins",
+    ),
+    Seam(_ENGINE, "_get_ckpt_name", ("checkpoints_path", "tag"), "which files those are"),
+    Seam(_ENGINE, "_get_zero_ckpt_name", ("checkpoints_path", "tag"), "and those of the optimizer"),
     Seam(_ENGINE, "_get_param_fragment_func", ("param",), "frozen parameters are saved as this rank's 1/N"),
     Seam(_ENGINE, "load_module_state_dict", ("checkpoint",), "frozen fragments are read back into whole copies"),
     Seam(_STAGE3, "_get_param_partition_group", ("param",), "sub-groups follow the group of each parameter"),

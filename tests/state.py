@@ -1,0 +1,80 @@
+"""The launches that tests of saved state share: starting ranks takes longer than most of what they run."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from launch import on_ranks
+
+LAUNCHES = {"two": 2, "four": 4, "two again": 2}
+"""How many ranks; all but the first are slow."""
+PLANS = {"two": ("stock", "all", "mixed"), "four": ("stock", "all", "mixed", "everything")}
+"""What saves and loads."""
+
+
+def marked(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Rows of a table of tests, which begin with their launch."""
+    return [pytest.param(*row, marks=() if row[0] == "two" else pytest.mark.slow) for row in rows]
+
+
+@functools.cache
+def folder() -> str:
+    path = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, path)
+    return path
+
+
+@functools.cache
+def _launched(launch: str) -> dict[str, Any] | AssertionError:
+    # What was not made on another number of ranks first cannot be loaded here.
+    before = {"four": "two", "two again": "four"}.get(launch)
+    calls = _calls(launch)
+    try:
+        if before is not None:
+            found(before)
+        results = on_ranks(LAUNCHES[launch], "launch:each", [call for _, call in calls], timeout=600)
+    except AssertionError as error:
+        return error
+    return {name: result for (name, _), result in zip(calls, results, strict=True)}
+
+
+def _calls(launch: str) -> list[tuple[str, Any]]:
+    on_two, on_four = f"{folder()}/on 2", f"{folder()}/on 4"
+    if launch == "two":
+        return [
+            ("matrix", ("checkpoints:matrix", (on_two, PLANS[launch], "here"))),
+            ("universal", ("checkpoints:to_universal", (on_two, ["stock", "mixed"], "here"))),
+            ("modifier", ("checkpoints:gathered_modifier", ("mixed", 1))),
+            ("engines", ("checkpoints:one_engine_after_another", (["two", "two", "two"],))),
+            ("other engines", ("checkpoints:one_engine_after_another", (["mixed", "one", "two"],))),
+            ("drift, all", ("checkpoints:a_copy_that_drifts", ("all",))),
+            ("drift, one", ("checkpoints:a_copy_that_drifts", ("one",))),
+        ]
+    if launch == "four":
+        return [
+            ("matrix", ("checkpoints:matrix", (on_four, PLANS[launch], "here"))),
+            ("universal", ("checkpoints:to_universal", (on_four, ["stock", "everything"], "here"))),
+            ("from two", ("checkpoints:from_universal", (on_two, ["stock", "mixed"], ["mixed", "everything"], "here"))),
+            ("modifier", ("checkpoints:gathered_modifier", ("everything", 1))),
+            ("drift, node", ("checkpoints:a_copy_that_drifts", ("node",))),
+        ]
+    return [
+        # First: no rank has imported this package yet.
+        ("stock only", ("stock_only:loads", (on_two, PLANS["two"], "here"))),
+        ("from four", ("checkpoints:from_universal", (on_four, ["stock", "everything"], ["all", "mixed"], "here"))),
+        ("interrupted", ("checkpoints:interrupted_save", (f"{folder()}/interrupted",))),
+    ]
+
+
+def found(launch: str) -> dict[str, Any]:
+    """What the calls of a launch returned; an error is raised by every test that asks."""
+    results = _launched(launch)
+    if isinstance(results, AssertionError):
+        raise results
+    return results
