@@ -1,4 +1,4 @@
-"""The launches that tests of saved state share: starting ranks takes longer than most of what they run."""
+"""The launches that tests of saved and moved state share: starting ranks takes longer than most of what they run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,32 @@ import functools
 import shutil
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import Case
 from launch import on_ranks
 
-LAUNCHES = {"two": 2, "four": 4, "two again": 2}
+LAUNCHES = {"two": 2, "two, long": 2, "four": 4, "two again": 2}
 """How many ranks; all but the first are slow."""
 PLANS = {"two": ("stock", "all", "mixed"), "four": ("stock", "all", "mixed", "everything")}
 """What saves and loads."""
+
+FP32 = Case(name="fp32", config={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8}}})
+BF16 = Case(name="bf16", bf16=True, accumulation=2, groups=True, frozen="h.2.", zero={"sub_group_size": 9_000})
+JOURNEYS = {
+    "two": [(FP32, ["none", "all", "mixed", "one", "none"])],
+    "two, long": [
+        (BF16, ["mixed", "none", "one", "all"]),
+        (Case(name="exact", zero_init=True, seed_by_rank=True), ["none", "two", "none"]),
+    ],
+    "four": [(Case(name="nodes"), ["node", "everything", "none", "all", "node"])],
+}
+MEMORY = Case(name="memory", model={"hidden": 64})
+# DeepSpeed's sub-groups no larger than the largest unit, the fourfold hidden layer.
+MEMORY_BF16 = replace(MEMORY, bf16=True, zero={"sub_group_size": 4 * 64 * 64})
+TOUR = ["none", "all", "mixed", "two", "one", "none"]
 
 
 def marked(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
@@ -55,6 +72,14 @@ def _calls(launch: str) -> list[tuple[str, Any]]:
             ("other engines", ("checkpoints:one_engine_after_another", (["mixed", "one", "two"],))),
             ("drift, all", ("checkpoints:a_copy_that_drifts", ("all",))),
             ("drift, one", ("checkpoints:a_copy_that_drifts", ("one",))),
+            ("journeys", ("moves:journeys", (JOURNEYS[launch], folder()))),
+            ("refused", ("moves:refused_moves", ())),
+        ]
+    if launch == "two, long":
+        return [
+            ("journeys", ("moves:journeys", (JOURNEYS[launch], folder()))),
+            ("bytes, fp32", ("moves:bytes_while_moving", (MEMORY, TOUR))),
+            ("bytes, bf16", ("moves:bytes_while_moving", (MEMORY_BF16, TOUR))),
         ]
     if launch == "four":
         return [
@@ -63,6 +88,7 @@ def _calls(launch: str) -> list[tuple[str, Any]]:
             ("from two", ("checkpoints:from_universal", (on_two, ["stock", "mixed"], ["mixed", "everything"], "here"))),
             ("modifier", ("checkpoints:gathered_modifier", ("everything", 1))),
             ("drift, node", ("checkpoints:a_copy_that_drifts", ("node",))),
+            ("journeys", ("moves:journeys", (JOURNEYS[launch], folder()))),
         ]
     return [
         # First: no rank has imported this package yet.

@@ -23,8 +23,8 @@ from ds_osdp.deepspeed_seams import layout
 from ds_osdp.deepspeed_seams.access import gathered_enter, gathered_exit, gathered_init, parameter_access
 from ds_osdp.deepspeed_seams.metrics import watch_steps
 from ds_osdp.deepspeed_seams.optimizer import PlannedStage3Optimizer, planned_optimizer_class
-from ds_osdp.deepspeed_seams.placement import place, verify
-from ds_osdp.deepspeed_seams.ranks import on_every_rank
+from ds_osdp.deepspeed_seams.placement import Groups, full_shapes, place, verify
+from ds_osdp.deepspeed_seams.ranks import on_every_rank, same_on_every_rank
 from ds_osdp.deepspeed_seams.seams import Patch, check_seams, patches_installed
 from ds_osdp.deepspeed_seams.slices import join_consolidated, open_leaves
 from ds_osdp.deepspeed_seams.streamed import StreamedFile
@@ -99,6 +99,40 @@ class PlannedEngine:
         self._engine = engine
         self.plan = plan
 
+    def apply(self, plan: Plan) -> None:
+        """Move the engine to another plan, with its optimizer states; every rank must call it, between two optimizer steps.
+
+        Nothing is written to disk.  The memory held meanwhile is within what a step of either plan holds at its peak and one
+        unit.  Training goes on as if it had been started under ``plan`` from this state; hooks, parameters and their names
+        stay the objects they are.
+
+        Raises:
+            RankMismatchError: on all ranks, if they were given different plans.
+            PlanMismatchError: the plan is for another model or another number of ranks, and nothing was moved.
+            UnsupportedError: the engine cannot be moved now, and nothing was.
+        """
+        same_on_every_rank("the plan", {"units": plan.plan_hash})
+        on_every_rank(lambda: self._check_movable(plan))
+        self._engine.optimizer.osdp_move(plan, _sizes(plan), self._engine.osdp_groups)
+        verify(self._engine.module.named_parameters(), plan)
+        self.plan = plan
+
+    def _check_movable(self, plan: Plan) -> None:
+        optimizer = self._engine.optimizer
+        plan.check_belongs(full_shapes(self._engine.module), self.plan.world_size)
+        if _module_changes(plan) != _module_changes(self.plan):
+            raise UnsupportedError("the plan splits or recomputes other units, which changes modules: start the job with it")
+        if optimizer.micro_step_id or optimizer._epilogue_ran_this_backward:
+            raise UnsupportedError("gradients are being accumulated: apply a plan after engine.step() has used them")
+        if optimizer.offloaded_states:
+            raise UnsupportedError("the engine's states are offloaded: call engine.reload_states() before a plan is applied")
+        frozen = [optimizer.param_names[p] for group in optimizer.fp16_groups for p in group if not p.requires_grad]
+        if frozen:
+            raise UnsupportedError(
+                f"{len(frozen)} parameters were frozen after the engine was made, such as {frozen[0]!r}: a move would lose "
+                "their optimizer states. Unfreeze them, apply the plan, and freeze them again"
+            )
+
     def check_replicas(self) -> None:
         """Compare what several ranks hold copies of, bit for bit; every rank must call it.
 
@@ -106,6 +140,11 @@ class PlannedEngine:
             RankMismatchError: on all ranks, naming what differs.
         """
         self._engine.optimizer.check_replicas()
+
+
+def _module_changes(plan: Plan) -> dict[str, tuple[int, bool]]:
+    """What a plan asks of modules, beside where their parameters are placed."""
+    return {unit.name: (unit.slices, unit.recompute) for unit in plan.units if unit.slices > 1 or unit.recompute}
 
 
 def state_bytes(engine: Any) -> dict[str, int]:
@@ -176,7 +215,8 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         if self.has_moe_layers:
             raise UnsupportedError("DeepSpeed MoE layers cannot be combined with osdp yet: set osdp.enabled to false")
         open_leaves(self.module)
-        place(self.module, pending.plan)
+        self.osdp_groups = Groups()
+        place(self.module, pending.plan, self.osdp_groups)
         stock = stage3.DeepSpeedZeroOptimizer_Stage3
         stage3.DeepSpeedZeroOptimizer_Stage3 = planned_optimizer_class(
             sizes=_sizes(pending.plan),

@@ -21,7 +21,10 @@ from ds_osdp.split import SlicedParameter, sliced, unsplit_name
 __all__ = [
     "Join",
     "SavedWhole",
+    "cut",
+    "engine_parameters",
     "from_stock",
+    "gathered",
     "joined",
     "own_part",
     "parts",
@@ -55,6 +58,11 @@ def saved_parameters(parameters: Iterable[Any]) -> list[Any]:
         if key not in saved:
             saved[key] = parameter if whole is None else SavedWhole(whole)
     return list(saved.values())
+
+
+def engine_parameters(saved: Iterable[Any]) -> list[Any]:
+    """The parameters of the engine that stand behind those of files, in order."""
+    return [p for parameter in saved for p in (parameter.sliced.slices if isinstance(parameter, SavedWhole) else [parameter])]
 
 
 def saved_name(parameter: Any, names: Mapping[Any, str]) -> str:
@@ -186,7 +194,7 @@ def stock_part(optimizer: Any, parameter: Any, own: Mapping[int, torch.Tensor]) 
         return own[parameter.ds_id]
     else:
         whole = _whole(parameter, own[parameter.ds_id])
-    return _cut(whole, _stock_numel(optimizer, parameter), dist.get_rank(group=optimizer.dp_process_group))
+    return cut(whole, _stock_numel(optimizer, parameter), dist.get_rank(group=optimizer.dp_process_group))
 
 
 def planned_parts(optimizer: Any, parameter: Any, part: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -195,21 +203,21 @@ def planned_parts(optimizer: Any, parameter: Any, part: torch.Tensor) -> dict[in
     Every rank must call it.
     """
     if isinstance(parameter, SavedWhole):
-        whole = _gathered(part, optimizer.dp_process_group)[: parameter.ds_numel]
+        whole = gathered(part, optimizer.dp_process_group)[: parameter.ds_numel]
         slices = zip(parameter.sliced.slices, parameter.sliced.cut(whole), strict=True)
         return {p.ds_id: own_part(p, tensor.reshape(-1)) for p, tensor in slices}  # type: ignore[attr-defined]
     if peers(parameter) is None:
         return {parameter.ds_id: part}
-    return {parameter.ds_id: own_part(parameter, _gathered(part, optimizer.dp_process_group)[: parameter.ds_numel])}
+    return {parameter.ds_id: own_part(parameter, gathered(part, optimizer.dp_process_group)[: parameter.ds_numel])}
 
 
 def own_part(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
     """What this rank keeps of ``parameter``, whose values are ``whole`` (1-D)."""
-    return _cut(whole, parameter.partition_numel(), parameter.ds_zero_partition_rank)
+    return cut(whole, parameter.partition_numel(), parameter.ds_zero_partition_rank)
 
 
 def _whole(parameter: Any, part: torch.Tensor) -> torch.Tensor:
-    return _gathered(part, parameter.ds_process_group)[: parameter.ds_numel]
+    return gathered(part, parameter.ds_process_group)[: parameter.ds_numel]
 
 
 def parts(optimizer: Any, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -221,7 +229,7 @@ def parts(optimizer: Any, flats: Sequence[torch.Tensor]) -> dict[int, torch.Tens
     }
 
 
-def _gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
+def gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
     """The parts of all ranks of ``group`` behind one another; ``part`` itself where the group is this rank alone."""
     ranks = dist.get_world_size(group=group)
     if ranks == 1:
@@ -231,7 +239,7 @@ def _gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
     return whole
 
 
-def _cut(whole: torch.Tensor, size: int, index: int) -> torch.Tensor:
+def cut(whole: torch.Tensor, size: int, index: int) -> torch.Tensor:
     """A copy of the part of ``size`` elements number ``index``, padded with zeros where ``whole`` ends before it does."""
     out = torch.zeros(size, dtype=whole.dtype, device=whole.device)
     own = whole[index * size : (index + 1) * size]

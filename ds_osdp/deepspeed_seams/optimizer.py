@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_osdp.deepspeed_seams import layout
 from ds_osdp.deepspeed_seams.buckets import GroupBuckets
 from ds_osdp.deepspeed_seams.copies import copies, differing
 from ds_osdp.deepspeed_seams.deferred import DeferredReducer, GradientSlot, Route
 from ds_osdp.deepspeed_seams.hooks import ModuleHooks
+from ds_osdp.deepspeed_seams.moving import MovableStage3Optimizer
 from ds_osdp.deepspeed_seams.placement import accumulates_whole, is_replicated, is_whole, peers
 from ds_osdp.deepspeed_seams.whole import WholeParameters
 from ds_osdp.errors import DocumentError, RankMismatchError
@@ -26,14 +26,12 @@ from ds_osdp.split import sliced, unsplit_name
 __all__ = ["PlannedStage3Optimizer", "planned_optimizer_class"]
 
 
-class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+class PlannedStage3Optimizer(MovableStage3Optimizer):
     """Stage 3 for what the plan shards; whole parameters, gradients and states for what it keeps whole.
 
     Its settings come with the plan and are bound by :func:`planned_optimizer_class`.
     """
 
-    osdp_sizes: CommunicationSizes
-    osdp_deferred_bucket_bytes: int
     osdp_check_replicas_every: int
     osdp_after_step: Callable[[], None] | None = None
     micro_step_id: int
@@ -84,10 +82,11 @@ class PlannedStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     def osdp_disarrange(self) -> None:
         """Leave parameters, gradients and hooks as DeepSpeed keeps them, and free what was kept beside."""
-        self._get_param_coordinator().reset_step = self._osdp_stock_reset_step
+        del self._get_param_coordinator().reset_step  # which is the method of its class again
         self.osdp_hooks.put_back()
         self.osdp_whole.forget()
         self._osdp_reducer = None
+        del self._osdp_buckets
 
     def destroy(self) -> None:
         """Let go of the module."""

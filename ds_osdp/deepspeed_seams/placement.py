@@ -23,7 +23,18 @@ from ds_osdp.split import sliced, unsplit_name
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["accumulates_whole", "full_shapes", "is_replicated", "is_whole", "peers", "place", "verify"]
+__all__ = [
+    "Groups",
+    "Placement",
+    "accumulates_whole",
+    "full_shapes",
+    "is_replicated",
+    "is_whole",
+    "peers",
+    "place",
+    "regroup",
+    "verify",
+]
 
 
 def is_replicated(parameter: torch.Tensor) -> bool:
@@ -57,48 +68,7 @@ def full_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def place(module: nn.Module, plan: Plan) -> None:
-    """Mark and place every parameter of ``module``, before DeepSpeed converts it.
-
-    Parameters that ``deepspeed.zero.Init`` has spread over the world already are gathered and spread anew one at a time,
-    so that the peak exceeds the sharded model's by what the plan keeps and never by more than one parameter beside it.
-    The copies of a parameter are made equal: rank 0's values, as DeepSpeed does for partitioned ones.
-
-    Raises:
-        PlanMismatchError: the plan spreads a unit over a number of ranks that does not divide the job's.
-    """
-    world_size = dist.get_world_size()
-    placement = _Placement(plan)
-    groups: dict[int, _Groups] = {}
-    # DeepSpeed has broadcast the parameters of an ordinary model by now, and none of one that zero.Init built, also not
-    # those added to it since (adapters).
-    built_partitioned = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-    for name, parameter in module.named_parameters():
-        stage, degree = placement(name)
-        parameter.osdp_stage = stage  # type: ignore[attr-defined]
-        if degree not in groups:
-            groups[degree] = _make_groups(name, degree, world_size)
-        parameter.osdp_peers = groups[degree].peers  # type: ignore[attr-defined]
-        if hasattr(parameter, "ds_id"):
-            if degree != world_size or dist.get_world_size(group=parameter.ds_process_group) != world_size:  # type: ignore[attr-defined]
-                _spread_anew(parameter, groups[degree].partition)
-        elif degree != world_size:
-            parameter.ds_zero_partition_process_group = groups[degree].partition  # type: ignore[attr-defined]
-            if built_partitioned:
-                dist.broadcast(parameter.data, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """The groups of one degree that this rank is in."""
-
-    partition: Any
-    """The ranks that hold one part each."""
-    peers: Any
-    """The ranks that hold the same part."""
-
-
-class _Placement:
+class Placement:
     """The stage and the degree of every parameter, by its name on the engine."""
 
     def __init__(self, plan: Plan) -> None:
@@ -111,14 +81,93 @@ class _Placement:
         return stage, 1 if stage is Stage.REPLICATED else unit.degree
 
 
-def _make_groups(name: str, degree: int, world_size: int) -> _Groups:
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The groups of one degree that this rank is in."""
+
+    partition: Any
+    """The ranks that hold one part each."""
+    peers: Any
+    """The ranks that hold the same part."""
+
+
+class Groups:
+    """The process groups of one engine: made once per degree, when a plan first asks for it."""
+
+    def __init__(self) -> None:
+        self._of_degree: dict[int, _Pair] = {}
+
+    def of(self, name: str, degree: int) -> _Pair:
+        """Those of a parameter's degree; every rank must ask, in the same order.
+
+        Raises:
+            PlanMismatchError: the degree does not divide the job's ranks.
+        """
+        if degree not in self._of_degree:
+            self._of_degree[degree] = _make_groups(name, degree, dist.get_world_size())
+        return self._of_degree[degree]
+
+
+def place(module: nn.Module, plan: Plan, groups: Groups) -> None:
+    """Mark and place every parameter of ``module``, before DeepSpeed converts it.
+
+    Parameters that ``deepspeed.zero.Init`` has spread over the world already are gathered and spread anew one at a time,
+    so that the peak exceeds the sharded model's by what the plan keeps and never by more than one parameter beside it.
+    The copies of a parameter are made equal: rank 0's values, as DeepSpeed does for partitioned ones.
+
+    Raises:
+        PlanMismatchError: the plan spreads a unit over a number of ranks that does not divide the job's.
+    """
+    world_size = dist.get_world_size()
+    placement = Placement(plan)
+    # DeepSpeed has broadcast the parameters of an ordinary model by now, and none of one that zero.Init built, also not
+    # those added to it since (adapters).
+    built_partitioned = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    for name, parameter in module.named_parameters():
+        stage, degree = placement(name)
+        pair = groups.of(name, degree)
+        if hasattr(parameter, "ds_id"):
+            regroup(parameter, stage, pair)
+            continue
+        _mark(parameter, stage, pair)
+        if degree != world_size:
+            parameter.ds_zero_partition_process_group = pair.partition  # type: ignore[attr-defined]
+            if built_partitioned:
+                dist.broadcast(parameter.data, 0)
+
+
+def regroup(parameter: Any, stage: Stage, pair: _Pair) -> None:
+    """Mark a parameter that DeepSpeed has partitioned; if its degree is another now, gather it and spread it anew."""
+    _mark(parameter, stage, pair)
+    if dist.get_world_size(group=pair.partition) == dist.get_world_size(group=parameter.ds_process_group):
+        _join(parameter, pair.partition)
+        return
+    parameter.all_gather()
+    _join(parameter, pair.partition)
+    parameter.ds_tensor = None
+    parameter.partition()
+
+
+def _mark(parameter: Any, stage: Stage, pair: _Pair) -> None:
+    parameter.osdp_stage = stage
+    parameter.osdp_peers = pair.peers
+
+
+def _join(parameter: Any, group: Any) -> None:
+    parameter.ds_process_group = group
+    parameter.ds_zero_partition_process_group = group
+    parameter.ds_zero_partition_rank = dist.get_rank(group=group)
+    parameter.ds_zero_partition_world_size = dist.get_world_size(group=group)
+
+
+def _make_groups(name: str, degree: int, world_size: int) -> _Pair:
     """Every rank takes part in making every group, or finds itself in another order than the others."""
     if degree == world_size:
-        return _Groups(dist.get_world_group(), None)
+        return _Pair(dist.get_world_group(), None)
     if degree == 1:
         # Made without the other ranks: a job has as many of these as ranks.
         alone = torch.distributed.new_group([dist.get_rank()], use_local_synchronization=True)
-        return _Groups(alone, dist.get_world_group())
+        return _Pair(alone, dist.get_world_group())
     if world_size % degree:
         raise PlanMismatchError(
             f"the plan spreads {name!r} over {degree} ranks, which does not divide the job's {world_size}: plan again"
@@ -127,18 +176,7 @@ def _make_groups(name: str, degree: int, world_size: int) -> _Groups:
     positions = [list(range(position, world_size, degree)) for position in range(degree)]
     partition, _ = torch.distributed.new_subgroups_by_enumeration(nodes)  # type: ignore[no-untyped-call]
     peers, _ = torch.distributed.new_subgroups_by_enumeration(positions)  # type: ignore[no-untyped-call]
-    return _Groups(partition, peers)
-
-
-def _spread_anew(parameter: Any, group: Any) -> None:
-    """Gather a parameter that is spread over other ranks, and spread it over ``group``."""
-    parameter.all_gather()
-    parameter.ds_process_group = group
-    parameter.ds_zero_partition_process_group = group
-    parameter.ds_zero_partition_rank = dist.get_rank(group=group)
-    parameter.ds_zero_partition_world_size = dist.get_world_size(group=group)
-    parameter.ds_tensor = None
-    parameter.partition()
+    return _Pair(partition, peers)
 
 
 def verify(parameters: Iterable[tuple[str, Any]], plan: Plan) -> None:
@@ -147,7 +185,7 @@ def verify(parameters: Iterable[tuple[str, Any]], plan: Plan) -> None:
     Raises:
         PlanMismatchError: naming the first parameter that differs.
     """
-    placement = _Placement(plan)
+    placement = Placement(plan)
     for name, parameter in parameters:
         stage, degree = placement(name)
         group = dist.get_world_size(group=parameter.ds_process_group)

@@ -116,6 +116,13 @@ SEAMS = (
     ),
     Seam(_STAGE3, "checkpoint_event_epilogue", (), "what is kept whole is gathered again after a checkpoint"),
     Seam(_STAGE3, "_get_param_coordinator", (), "the coordinator frees parameters that no submodule uses"),
+    Seam(
+        _STAGE3, "_create_fp16_partitions_with_defragmentation", ("fp16_param_groups",), "a moved engine gets new flat tensors"
+    ),
+    Seam(_STAGE3, "_setup_for_real_optimizer", (), "which this fills, and allocates gradients and buckets anew"),
+    Seam(_STAGE3, "_create_fp32_partitions", (), "where master weights and states are those that were moved"),
+    Seam(_STAGE3, "initialize_optimizer_states", (), "which are not begun anew"),
+    Seam(_STAGE3, "set_grad_positions", (), "places of parameters in the flat tensors change with a move"),
     Seam(_STAGE3, "_rigid_state_dict", (), "optimizer states are saved in the stock layout"),
     Seam(_STAGE3, "_rigid_load_state_dict", ("state_dict", "load_optimizer_states"), "and read from it"),
     Seam(
@@ -160,6 +167,9 @@ def _installed() -> Version:
 _MECHANISMS = (
     (_INIT, "_convert_to_deepspeed_param", "ds_zero_partition_process_group", "per-parameter groups"),
     (_COORDINATOR, None, "not param.ds_active_sub_modules", "parameters in use are not freed"),
+    (_COORDINATOR, "__init__", "self.__prefetch_bucket_sz: int", "an engine that moves gathers with other sizes"),
+    (_COORDINATOR, "__init__", "self.__max_reuse_dist_in_numel: int", "and frees with others"),
+    (_COORDINATOR, "__init__", "self.__max_n_available_params: int", "and holds another amount"),
     (_OFFLOAD, "__init__", "ds_inflight_param_registry", "the module shows which gathers are under way"),
     (_OFFLOAD, "_register_deepspeed_module", "self.forward_hooks.append", "the hooks of every module are listed"),
     (_OFFLOAD, "_register_deepspeed_module", "self.backward_hooks.append", "and those for its backward"),
