@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -25,7 +25,7 @@ from ds_osdp.plan import Stage
 from ds_osdp.profile import DTYPE_BYTES
 from ds_osdp.quantities import parse_bytes
 
-__all__ = ["BUDGET_SHARE", "SECTION", "OsdpConfig", "Rule", "SolverConfig", "TensorSpec", "find_section"]
+__all__ = ["BUDGET_SHARE", "SECTION", "OsdpConfig", "ReplanConfig", "Rule", "SolverConfig", "TensorSpec", "find_section"]
 
 SECTION = "osdp"
 
@@ -76,6 +76,17 @@ class SolverConfig(_Section):
     """Relative distance to the bound at which the search may stop; 0 asks for a proven optimum."""
 
 
+class ReplanConfig(_Section):
+    """When to plan from what is seen while the job trains."""
+
+    after_steps: PositiveInt = 5
+    """Optimizer steps to look at before a plan; also how often ranks compare what they see after that."""
+    drift: PositiveFloat = 0.2
+    """Relative change of the step time, with another size of input, after which the job plans again."""
+    min_interval_steps: PositiveInt = 100
+    """Fewest optimizer steps from one plan to the next."""
+
+
 class OsdpConfig(_Section):
     """The ``osdp`` section.  Leave a key out to have it chosen: there is no ``"auto"``."""
 
@@ -101,6 +112,9 @@ class OsdpConfig(_Section):
     """A saved plan: apply it and solve nothing."""
     save_plan: str | None = None
     """Where rank 0 writes the plan it applies."""
+    replan: ReplanConfig | Literal[False] | None = None
+    """Begin at stage 3, plan from what the first steps of training show, and again when that changes.  Left out: done for
+    models that cannot tell their input, unless ``plan``, ``input`` or ``micro_batch`` is given; false: never."""
     solver: SolverConfig = SolverConfig()
     """How long and how exactly to search."""
     check_replicas_every: int = Field(0, ge=0)
@@ -110,6 +124,17 @@ class OsdpConfig(_Section):
     @classmethod
     def _inline_cluster(cls, value: Any) -> Any:
         return Cluster.from_dict(value, "osdp.cluster") if isinstance(value, Mapping) else value
+
+    def replans(self, *, model_tells: bool) -> ReplanConfig | None:
+        """How to plan while the job trains; None to plan before it.
+
+        Args:
+            model_tells: whether the model can be traced without a sample described here.
+        """
+        if self.replan is None:
+            described = model_tells or self.plan is not None or self.input is not None or bool(self.micro_batch)
+            return None if described else ReplanConfig()
+        return self.replan or None
 
     def load_cluster(self) -> Cluster | None:
         """The cluster of the section, read from its file if it names one; None if it names none.
@@ -144,6 +169,8 @@ def find_section(ds_config: Mapping[str, Any]) -> OsdpConfig | None:
         config = OsdpConfig.model_validate(dict(section))
     except ValidationError as error:
         raise ConfigError(f"{SECTION}: {one_line(error)}") from error
+    if config.replan and config.micro_batch:
+        raise ConfigError(f"{SECTION}.micro_batch is chosen before training and {SECTION}.replan plans in it: remove one")
     if config.plan is not None and (config.rules or config.save_plan):
         raise ConfigError(f"{SECTION}.plan applies a saved plan as it is: remove {SECTION}.rules and {SECTION}.save_plan")
     for path in (config.plan, config.cluster if isinstance(config.cluster, str) else None):

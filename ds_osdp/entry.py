@@ -6,6 +6,7 @@ import gc
 import inspect
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -24,6 +25,7 @@ from ds_osdp.prices import Space
 from ds_osdp.quantities import format_bytes
 from ds_osdp.question import Question
 from ds_osdp.refused import refuse_unsupported
+from ds_osdp.replan import Replanner
 from ds_osdp.report import plan_text
 
 if TYPE_CHECKING:
@@ -127,14 +129,21 @@ def _initialize(stock: Initialize, call: dict[str, Any], *, section_required: bo
     model = call["model"]
     job = seams.on_every_rank(lambda: check_combination(ds_config, call, world_size))
     seams.join_slices(call)
-    if section.plan is not None:
-        path = section.plan
-        plan = seams.broadcast_from_rank_zero(lambda: Plan.load(path))
+    replan = section.replans(model_tells=measure.sample_for(model, job.micro_batch) is not None)
+    planning = _planning(section, job) if section.plan is None or replan is not None else None
+    if planning is None or section.plan is not None:
+        plan = seams.broadcast_from_rank_zero(lambda: Plan.load(str(section.plan)))
+    elif replan is not None:
+        plan = seams.broadcast_from_rank_zero(lambda: planning.begin(model))
     else:
-        plan = _plan(section, model, job, builds_loader=call.get("training_data") is not None)
+        builds_loader = call.get("training_data") is not None
+        plan = seams.broadcast_from_rank_zero(lambda: planning.trace(model, builds_loader=builds_loader))
         if (plan.micro_batch, plan.accumulation) != (job.micro_batch, job.accumulation):
             call = _with_batch_sizes(call, ds_config, plan)
-    return apply_plan(stock, call, plan, world_size, check_replicas_every=section.check_replicas_every)
+    result = apply_plan(stock, call, plan, world_size, check_replicas_every=section.check_replicas_every)
+    if planning is not None and replan is not None:
+        Replanner(result[0], replan, planning.observed, job.micro_batch)
+    return result
 
 
 def apply_plan(
@@ -194,8 +203,63 @@ def _with_batch_sizes(call: dict[str, Any], ds_config: dict[str, Any], plan: Pla
     return {**call, "args": args, "config": {**ds_config, **sizes}, "config_params": None}
 
 
-def _plan(section: OsdpConfig, model: nn.Module, job: Job, *, builds_loader: bool) -> Plan:
-    """Every rank helps to measure; rank 0 plans, the others get its plan."""
+@dataclass(frozen=True, slots=True)
+class _Planning:
+    """What a plan is made for, the same on all ranks; rank 0 makes it."""
+
+    section: OsdpConfig
+    job: Job
+    cluster: Cluster
+    budget_bytes: int
+
+    def trace(self, model: nn.Module, *, builds_loader: bool) -> Plan:
+        """A plan from what the model tells of itself, before it trains."""
+        section, job = self.section, self.job
+
+        @cache
+        def profile_of(job: Job) -> ModelProfile:
+            return measure.profile_for(section, model, job)
+
+        within = self.cluster, job, self.budget_bytes
+        search = self._search(section.max_slices)
+        if not section.micro_batch:
+            plan = make_plan(profile_of(job), *within, **search)
+        elif builds_loader:
+            plan = best_micro_batch(section.micro_batch, profile_of, *within, **search)
+        else:
+            plan = make_plan(profile_of(job), *within, **search)
+            best = best_micro_batch([*section.micro_batch, job.micro_batch], profile_of, *within, **search)
+            seams.log_on_rank_zero(
+                f"{SECTION}: of the micro-batches offered, train_micro_batch_size_per_gpu {best.micro_batch} with "
+                f"gradient_accumulation_steps {best.accumulation} is predicted fastest: {best.samples_per_second:.3g} "
+                f"samples/s, and {plan.samples_per_second:.3g} as it is. Your script makes the batches, so it is left to you"
+            )
+        return self._saved(plan, profile_of)
+
+    def begin(self, model: nn.Module) -> Plan:
+        """What to begin with when nothing has been seen yet: stage 3, but for what the user pins."""
+        profile = measure.profile_parameters(model, self.job.micro_batch)
+        sharded = Space((max(self.section.stages),))
+        return make_plan(profile, self.cluster, self.job, self.budget_bytes, space=sharded, rules=self.section.rules)
+
+    def observed(self, profile: ModelProfile, spare_bytes: int) -> Plan:
+        """A plan from what a job showed, within the budget less ``spare_bytes``; a live engine cannot be split."""
+        budget = max(1, self.budget_bytes - spare_bytes)
+        return self._saved(make_plan(profile, self.cluster, self.job, budget, **self._search(1)), lambda _: profile)
+
+    def _search(self, max_slices: int) -> dict[str, Any]:
+        section = self.section
+        space = Space(section.stages, max_slices=max_slices, node_degree=self.cluster.node_differs)
+        return {"space": space, "rules": section.rules, "solver": section.solver}
+
+    def _saved(self, plan: Plan, profile_of: Callable[[Job], ModelProfile]) -> Plan:
+        if self.section.save_plan is not None:
+            Question.kept_in(plan, self.section, self.job, self.cluster, profile_of).save(self.section.save_plan)
+        return plan
+
+
+def _planning(section: OsdpConfig, job: Job) -> _Planning:
+    """Every rank helps to measure."""
     ranks_per_node, dtype = measure.ranks_per_node(), getattr(torch, job.parameter_dtype)
     machines = measure.machines_of_this_job(ranks_per_node, dtype)
     cluster = seams.on_every_rank(lambda: _given_cluster(section, machines))
@@ -204,9 +268,7 @@ def _plan(section: OsdpConfig, model: nn.Module, job: Job, *, builds_loader: boo
         seams.log_on_rank_zero(f"{SECTION}: {origin}")
     free = seams.least_of_all_ranks(measure.free_bytes(ranks_per_node))
     budget = _budget(section, free, -seams.least_of_all_ranks(-_promised_bytes()))
-    return seams.broadcast_from_rank_zero(
-        lambda: _plan_on_rank_zero(section, model, job, cluster, budget, builds_loader=builds_loader)
-    )
+    return _Planning(section, job, cluster, budget)
 
 
 def _given_cluster(section: OsdpConfig, machines: Machines) -> Cluster | None:
@@ -238,29 +300,3 @@ def _promised_bytes() -> int:
         gc.collect()  # One that was dropped lives on in cycles, and would keep its share.
     plans = [engine.osdp.plan for engine in _engines if not seams.is_destroyed(engine)]
     return sum(plan.budget_bytes - plan.resident_bytes for plan in plans)
-
-
-def _plan_on_rank_zero(
-    section: OsdpConfig, model: nn.Module, job: Job, cluster: Cluster, budget: int, *, builds_loader: bool
-) -> Plan:
-    @cache
-    def profile_of(job: Job) -> ModelProfile:
-        return measure.profile_for(section, model, job)
-
-    space = Space(section.stages, max_slices=section.max_slices, node_degree=cluster.node_differs)
-    search: dict[str, Any] = {"space": space, "rules": section.rules, "solver": section.solver}
-    if not section.micro_batch:
-        plan = make_plan(profile_of(job), cluster, job, budget, **search)
-    elif builds_loader:
-        plan = best_micro_batch(section.micro_batch, profile_of, cluster, job, budget, **search)
-    else:
-        plan = make_plan(profile_of(job), cluster, job, budget, **search)
-        best = best_micro_batch([*section.micro_batch, job.micro_batch], profile_of, cluster, job, budget, **search)
-        seams.log_on_rank_zero(
-            f"{SECTION}: of the micro-batches offered, train_micro_batch_size_per_gpu {best.micro_batch} with "
-            f"gradient_accumulation_steps {best.accumulation} is predicted fastest: {best.samples_per_second:.3g} samples/s, "
-            f"and {plan.samples_per_second:.3g} as it is. Your script makes the batches, so it is left to you"
-        )
-    if section.save_plan is not None:
-        Question.kept_in(plan, section, job, cluster, profile_of).save(section.save_plan)
-    return plan

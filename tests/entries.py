@@ -182,7 +182,7 @@ def refusals(folder: str) -> dict[str, str]:
         "mpu": lambda: start(good, mpu=object()),
         "rule matches nothing": lambda: start(osdp(rules=[{"match": "decoder.*", "stage": 0}])),
         "too small": lambda: start(osdp(memory_budget=1000), model=untouched),
-        "no input": lambda: start(osdp(input=None)),
+        "no input": lambda: start(osdp(input=None, replan=False)),
         "plan of another model": lambda: start({**good, "osdp": {"plan": f"{folder}/plan.json"}}, model=other),
         "one rank's JSON differs": lambda: start(osdp(memory_budget=(1 << 30) + rank)),
         "one rank has no section": lambda: start(good if rank else ds_config(CASE, None)),

@@ -32,6 +32,7 @@ JOURNEYS = {
 MEMORY = Case(name="memory", model={"hidden": 64})
 # DeepSpeed's sub-groups no larger than the largest unit, the fourfold hidden layer.
 MEMORY_BF16 = replace(MEMORY, bf16=True, zero={"sub_group_size": 4 * 64 * 64})
+FAILURES = [("forward", 0), ("forward", 1), ("backward", 0), ("step", 1)]
 TOUR = ["none", "all", "mixed", "two", "one", "none"]
 
 
@@ -74,12 +75,15 @@ def _calls(launch: str) -> list[tuple[str, Any]]:
             ("drift, one", ("checkpoints:a_copy_that_drifts", ("one",))),
             ("journeys", ("moves:journeys", (JOURNEYS[launch], folder()))),
             ("refused", ("moves:refused_moves", ())),
+            ("bare", ("replans:bare_section", (30, folder()))),
         ]
     if launch == "two, long":
         return [
             ("journeys", ("moves:journeys", (JOURNEYS[launch], folder()))),
             ("bytes, fp32", ("moves:bytes_while_moving", (MEMORY, TOUR))),
             ("bytes, bf16", ("moves:bytes_while_moving", (MEMORY_BF16, TOUR))),
+            ("changing", ("replans:changing_inputs", (40, 10))),
+            *((f"{part} {i}", ("replans:failing_allocations", (part, i))) for part, i in FAILURES),
         ]
     if launch == "four":
         return [

@@ -23,6 +23,28 @@ def test_defaults() -> None:
     assert section.stages == tuple(Stage)
 
 
+@pytest.mark.parametrize(
+    ("section", "model_tells", "replans"),
+    [
+        ({}, False, True),
+        ({"memory_budget": "1GiB", "rules": [{"match": "*", "stage": 0}]}, False, True),
+        ({}, True, False),
+        ({"input": {"ids": {"shape": [8]}}}, False, False),
+        ({"micro_batch": [1, 2]}, False, False),
+        ({"plan": "pyproject.toml"}, False, False),
+        ({"replan": False}, False, False),
+        ({"replan": {}}, True, True),
+        ({"plan": "pyproject.toml", "replan": {"after_steps": 3}}, True, True),
+    ],
+)
+def test_plans_while_training_where_nothing_says_what_to_plan_for(
+    section: dict[str, Any], model_tells: bool, replans: bool
+) -> None:
+    config = find_section({"osdp": section})
+    assert config is not None
+    assert (config.replans(model_tells=model_tells) is not None) == replans
+
+
 def test_no_section() -> None:
     assert find_section({"zero_optimization": {"stage": 3}}) is None
 
@@ -62,6 +84,9 @@ def test_deepspeeds_own_keys_are_no_near_miss(key: str) -> None:
         ({"input": {"ids": {"shape": [8], "dtype": "integer"}}}, "unknown dtype 'integer'"),
         ({"solver": {"gap": 1.5}}, "gap"),
         ({"solver": {"time_limit_s": 0}}, "time_limit_s"),
+        ({"replan": {"after_steps": 0}}, "after_steps"),
+        ({"replan": True}, "replan"),
+        ({"replan": {}, "micro_batch": [1, 2]}, "remove one"),
         ({"plan": "nowhere.json"}, "no file 'nowhere.json'"),
         ({"cluster": "nowhere.json"}, "no file 'nowhere.json'"),
         ({"cluster": {"format": "x"}}, "osdp.cluster"),

@@ -37,7 +37,7 @@ def test_every_way_in_trains_alike(way: str) -> None:
 @pytest.mark.ranks
 def test_patches_come_and_go_together() -> None:
     assert ways()["patches before"] == ways()["patches after"] == []
-    assert len(ways()["patches during"]) == 13
+    assert len(ways()["patches during"]) == 16
     assert ways()["restored"]
     assert ways()["stock again"] == ways()["stock"] == ways()["without a section, losses"]
 

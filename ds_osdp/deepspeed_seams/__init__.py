@@ -18,6 +18,7 @@ from ds_osdp.deepspeed_seams.ranks import (
     init_distributed,
     least_of_all_ranks,
     log_on_rank_zero,
+    most_memory_held,
     on_every_rank,
     same_on_every_rank,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "least_of_all_ranks",
     "log_on_rank_zero",
     "missing_seams",
+    "most_memory_held",
     "on_every_rank",
     "read_config",
     "same_on_every_rank",

@@ -188,6 +188,12 @@ class DeferredReducer:
         self._seen.clear()
         self._next = 0
 
+    def abandon(self) -> None:
+        """Wait for what is on the wire, which ends: all ranks have begun it.  The reducer is of no use after that."""
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+
     def _reduce_late(self, bucket: _Bucket, key: int, rows: torch.Tensor) -> None:
         route = bucket.route
         _launch(route, rows).wait()

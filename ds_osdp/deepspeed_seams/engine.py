@@ -13,6 +13,7 @@ from zipfile import is_zipfile
 
 import deepspeed.runtime.zero.stage3 as stage3
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_optimized_parameter
@@ -21,6 +22,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 from ds_osdp.deepspeed_seams import layout
 from ds_osdp.deepspeed_seams.access import gathered_enter, gathered_exit, gathered_init, parameter_access
+from ds_osdp.deepspeed_seams.guard import Guard
 from ds_osdp.deepspeed_seams.metrics import watch_steps
 from ds_osdp.deepspeed_seams.optimizer import PlannedStage3Optimizer, planned_optimizer_class
 from ds_osdp.deepspeed_seams.placement import Groups, full_shapes, place, verify
@@ -98,6 +100,10 @@ class PlannedEngine:
     def __init__(self, engine: Any, plan: Plan) -> None:
         self._engine = engine
         self.plan = plan
+        self.after_step: list[Callable[[], None]] = []
+        """Called on every rank after each optimizer step, in order."""
+        self._guard: Guard | None = None
+        self._give_way: Callable[[], Plan] | None = None
 
     def apply(self, plan: Plan) -> None:
         """Move the engine to another plan, with its optimizer states; every rank must call it, between two optimizer steps.
@@ -116,6 +122,53 @@ class PlannedEngine:
         self._engine.optimizer.osdp_move(plan, _sizes(plan), self._engine.osdp_groups)
         verify(self._engine.module.named_parameters(), plan)
         self.plan = plan
+
+    def guard(self, give_way: Callable[[], Plan] | None) -> None:
+        """Survive allocations that fail from now on; every rank must call it.
+
+        If one fails on any rank (``torch.OutOfMemoryError``), all ranks leave the step, move to another plan and go on: the
+        forward is repeated; the optimizer step is skipped if gradients were lost.  Steps are slower meanwhile.
+
+        Args:
+            give_way: called then, on all ranks, for the plan to move to; None ends the guard, and so does the first failure.
+        """
+        if give_way is not None and self._guard is None:
+            self._guard = Guard()
+        self._give_way = give_way
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the guard is up."""
+        return self._give_way is not None
+
+    def attempt(self, run: Callable[[], Any], *, loses_gradients: bool) -> tuple[bool, Any]:
+        """Run a part of a step, which may fail together with all ranks if the guard is up: then (False, None)."""
+        if self._guard is None or self._give_way is None:
+            return True, run()
+        passed, result = self._guard.together(run)
+        if not passed:
+            give_way, self._give_way = self._give_way, None
+            optimizer = self._engine.optimizer
+            optimizer.osdp_skips_step |= loses_gradients or bool(optimizer.micro_step_id)
+            optimizer.osdp_leave_step()
+            for timer in self._engine.timers.get_timers().values():
+                timer.started_ = False
+            get_accelerator().empty_cache()
+            plan = give_way()
+            optimizer.osdp_move(plan, _sizes(plan), self._engine.osdp_groups)
+            self.plan = plan
+        return passed, result
+
+    def try_update(self) -> None:
+        """If the guard is up, allocate what the optimizer needs for its largest flat tensor, before it changes anything."""
+        masters = self._engine.optimizer.fp32_partitioned_groups_flat
+
+        def allocate() -> None:
+            largest = max(masters, key=torch.numel)
+            torch.empty(2 * largest.numel(), dtype=largest.dtype, device=largest.device)  # gradients and a temporary
+
+        if self.guarded:
+            self.attempt(allocate, loses_gradients=True)
 
     def _check_movable(self, plan: Plan) -> None:
         optimizer = self._engine.optimizer
@@ -186,7 +239,7 @@ def attach(engine: Any, plan: Plan) -> None:
     """
     verify(engine.module.named_parameters(), plan)
     engine.osdp = PlannedEngine(engine, plan)
-    watch_steps(engine, plan)
+    watch_steps(engine)
 
 
 def _sizes(plan: Plan) -> CommunicationSizes:
@@ -229,6 +282,52 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
             stage3.DeepSpeedZeroOptimizer_Stage3 = stock
 
     return configure
+
+
+def _planned(engine: Any) -> PlannedEngine | None:
+    # Not an attribute of the module's, which engines pass on.
+    return engine.__dict__.get("osdp")  # type: ignore[no-any-return]
+
+
+def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        planned = _planned(self)
+        # A forward without gradients may be of one rank only, where nothing is gathered.
+        if planned is not None and torch.is_grad_enabled():
+            passed, output = planned.attempt(lambda: original(self, *inputs, **kwargs), loses_gradients=False)
+            if passed:
+                return output
+        return original(self, *inputs, **kwargs)
+
+    return forward
+
+
+def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        planned = _planned(self)
+        if planned is None:
+            return original(self, loss, *args, **kwargs)
+        passed, scaled = planned.attempt(lambda: original(self, loss, *args, **kwargs), loses_gradients=True)
+        return scaled if passed else loss.detach()
+
+    return backward
+
+
+def _step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: Any, lr_kwargs: Any = None) -> Any:
+        planned = _planned(self)
+        if planned is None:
+            return original(self, lr_kwargs)
+        taken = self.global_steps
+        if self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation():
+            planned.try_update()
+        result = original(self, lr_kwargs)
+        if self.global_steps > taken:
+            for call in planned.after_step:
+                call()
+        return result
+
+    return step
 
 
 def _get_zero_param_shapes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -368,6 +467,9 @@ def _load_module_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _PATCHES = [
     Patch(DeepSpeedEngine, "_configure_zero_optimizer", _configure_zero_optimizer),
+    Patch(DeepSpeedEngine, "forward", _forward),
+    Patch(DeepSpeedEngine, "backward", _backward),
+    Patch(DeepSpeedEngine, "step", _step),
     Patch(DeepSpeedEngine, "_get_zero_param_shapes", _get_zero_param_shapes),
     Patch(DeepSpeedEngine, "_save_zero_checkpoint", _save_zero_checkpoint),
     Patch(DeepSpeedEngine, "load_checkpoint", _load_checkpoint),

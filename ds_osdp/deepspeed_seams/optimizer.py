@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_osdp.deepspeed_seams import layout
 from ds_osdp.deepspeed_seams.buckets import GroupBuckets
@@ -33,9 +34,10 @@ class PlannedStage3Optimizer(MovableStage3Optimizer):
     """
 
     osdp_check_replicas_every: int
-    osdp_after_step: Callable[[], None] | None = None
     micro_step_id: int
     """DeepSpeed's: of the micro-step at work, in the optimizer step."""
+    osdp_skips_step = False
+    """Whether the gradients of the coming step are lost."""
     osdp_join: layout.Join = staticmethod(layout.joined)
     """What makes the flat tensors of the stock layout; another while a checkpoint is written."""
 
@@ -260,13 +262,16 @@ class PlannedStage3Optimizer(MovableStage3Optimizer):
 
     def step(self, closure: Any = None) -> None:
         """Update what this rank holds, and begin to make whole again what is kept whole."""
+        if self.osdp_skips_step:
+            self.osdp_skips_step = False
+            self.zero_grad()
+            self.overflow = True
+            return
         with self.osdp_whole.through_step():
             super().step(closure)
         self._osdp_steps += 1
         if self.osdp_check_replicas_every and self._osdp_steps % self.osdp_check_replicas_every == 0:
             self.check_replicas()
-        if self.osdp_after_step is not None:
-            self.osdp_after_step()
 
     def _partition_all_parameters(self) -> None:
         """Called by DeepSpeed before a step and a checkpoint."""
@@ -323,6 +328,29 @@ class PlannedStage3Optimizer(MovableStage3Optimizer):
         if self._osdp_reducer is not None:
             parts = {p.ds_id: self._gradient_part(p) for group in self.fp16_groups for p in group}
             self._osdp_reducer.rebind(parts, self.grad_partitions_flat_buffer)
+
+    def osdp_leave_step(self) -> None:
+        """After forward or backward was left in the middle: wait for what is on the wire, and forget the rest.
+
+        The gradients of this optimizer step are lost: the step is skipped, as one that overflows.
+        """
+        if self._osdp_reducer is not None:
+            self._osdp_reducer.abandon()
+            self._osdp_reducer = None
+        # All ranks have begun the gathers that are under way, and they end; but to take one in, DeepSpeed allocates.
+        get_accelerator().synchronize()
+        self.module.ds_inflight_param_registry.clear()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+            if parameter.ds_status is ZeroParamStatus.INFLIGHT:
+                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        for module in self.module.modules():
+            module.ds_grads_remaining = module.applied_pre_backward_ref_cnt = 0
+        self.clear_backward_seen_flag()
+        self._backward_active_depth = self._remaining_grad_acc_hooks = 0
+        self._get_param_coordinator().release_backward_leftovers()
+        self.zero_grad()
 
     def check_replicas(self) -> None:
         """Compare a checksum of everything that several ranks hold, bit for bit.

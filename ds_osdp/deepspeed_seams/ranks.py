@@ -22,6 +22,7 @@ __all__ = [
     "init_distributed",
     "least_of_all_ranks",
     "log_on_rank_zero",
+    "most_memory_held",
     "on_every_rank",
     "same_on_every_rank",
 ]
@@ -115,3 +116,13 @@ def gather_from_all_ranks(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     torch.distributed.all_gather_object(values, value)
     return values
+
+
+def most_memory_held() -> int | None:
+    """Bytes of this rank's tensors on its device, the most since the last call; None where the device does not count them."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return None  # It tells the size of the process, of which tensors may be the smaller part.
+    held = int(accelerator.max_memory_allocated())
+    accelerator.reset_peak_memory_stats()
+    return held

@@ -60,6 +60,9 @@ class Seam:
 
 SEAMS = (
     Seam(_ENGINE, "_configure_zero_optimizer", ("optimizer",), "places parameters before they are partitioned"),
+    Seam(_ENGINE, "forward", ("inputs",), "an allocation may fail in it, on one rank"),
+    Seam(_ENGINE, "backward", ("loss",), "or in this"),
+    Seam(_ENGINE, "step", ("lr_kwargs",), "a plan may follow what the steps show"),
     Seam(_ENGINE, "_get_zero_param_shapes", (), "files list parameters in the stock order"),
     Seam(_ENGINE, "_get_zero_frozen_param_attributes", ("attr_func",), "files have what was split under its own name"),
     Seam(_ENGINE, "_get_shared_params", (), "and what is tied to it"),
@@ -134,6 +137,7 @@ SEAMS = (
     Seam(_STAGE3, "load_hp_checkpoint_state", ("folder", "key", "param"), "a universal checkpoint has what was split whole"),
     Seam(_COORDINATOR, "reset_step", (), "waits for gathers in flight; those begun after a step need not be waited for yet"),
     Seam(_COORDINATOR, "_invalidate_trace", (), "the order of modules is another once hooks are hung or taken out"),
+    Seam(_COORDINATOR, "release_backward_leftovers", (), "a backward that was left in the middle leaves parameters gathered"),
     Seam(_COORDINATOR, "release_and_reset_all", ("module",), "frees everything, and forgets the users of each parameter"),
     Seam(_INIT, "_convert_to_deepspeed_param", ("param",), "reads ds_zero_partition_process_group: the mechanism itself"),
     Seam(_INIT, "_partition_param", ("param",), "re-partitions a parameter that zero.Init spread over the world"),

@@ -2,7 +2,7 @@
 
 from ds_osdp.measure.at_work import UnitAtWork
 from ds_osdp.measure.calibration import cluster_of_this_job
-from ds_osdp.measure.configured import profile_for, sample_of
+from ds_osdp.measure.configured import profile_for, profile_parameters, sample_of
 from ds_osdp.measure.device import free_bytes, measure_device
 from ds_osdp.measure.fake import ShapeRunner, tensors_in
 from ds_osdp.measure.links import SHORT, THOROUGH, machines_of_this_job, measure_cluster, ranks_per_node
@@ -32,6 +32,7 @@ __all__ = [
     "optimizer_memory",
     "profile_for",
     "profile_model",
+    "profile_parameters",
     "ranks_per_node",
     "sample_for",
     "sample_of",

@@ -10,9 +10,10 @@ from ds_osdp.errors import ConfigError
 from ds_osdp.job import Job
 from ds_osdp.measure.sample import Sample, sample_for
 from ds_osdp.measure.trace import profile_model
-from ds_osdp.profile import ModelProfile
+from ds_osdp.measure.units import owned_parameters
+from ds_osdp.profile import ModelProfile, UnitProfile
 
-__all__ = ["profile_for", "sample_of"]
+__all__ = ["profile_for", "profile_parameters", "sample_of"]
 
 
 def profile_for(section: OsdpConfig, model: nn.Module, job: Job, sequence_length: int | None = None) -> ModelProfile:
@@ -48,3 +49,9 @@ def sample_of(section: OsdpConfig, model: nn.Module, micro_batch: int, sequence_
             '{"input_ids": {"shape": [1024], "dtype": "int64"}} (names of forward\'s arguments, shapes without the batch)'
         )
     return sample
+
+
+def profile_parameters(model: nn.Module, micro_batch: int) -> ModelProfile:
+    """The profile of a model of which nothing is known yet but its parameters: units in the order of definition."""
+    units = tuple(UnitProfile(name=name, parameters=owned) for name, owned in owned_parameters(model).items())
+    return ModelProfile(model=type(model).__name__, micro_batch=micro_batch, sample="not seen yet", units=units)
