@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +96,22 @@ class Projection(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-MODELS = {"gpt": GPT, "tower": Tower}
+def lora_gpt(config: GPTConfig) -> nn.Module:
+    """A GPT whose linears are frozen, each with a low-rank adapter that is trained."""
+    import peft
+
+    targets = ["qkv", "proj", "fc_in", "fc_out"]
+    return peft.get_peft_model(GPT(config), peft.LoraConfig(r=8, target_modules=targets))
+
+
+MODELS: dict[str, Callable[[GPTConfig], nn.Module]] = {"gpt": GPT, "tower": Tower, "lora": lora_gpt}
+
+SHAPES = {
+    "narrow-deep": {"layers": 8, "hidden": 192, "heads": 4, "vocab": 256, "tokens": 128},
+    "wide-shallow": {"layers": 2, "hidden": 384, "heads": 6, "vocab": 256, "tokens": 128},
+    "uneven": {"layers": 2, "hidden": 256, "heads": 4, "vocab": 6144, "tokens": 128},
+}
+"""GPTs in the shapes that the OSDP paper compares, as small as two cores want them."""
 
 
 def token_batches(config: GPTConfig, *, count: int, micro_batch: int, seed: int) -> list[Tensor]:

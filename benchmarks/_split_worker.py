@@ -5,9 +5,6 @@ Started by split.py with one argument, a JSON object with the fields of `Request
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ import torch
 import torch.distributed as dist
 from _alive import Alive
 from _models import GPTConfig, Projection, token_batches
+from _rank import measure_on_this_rank
 from deepspeed.runtime.zero.tiling import TiledLinear
 from torch import nn
 
@@ -96,26 +94,16 @@ def _step(engine: Any, ids: torch.Tensor) -> float:
     return float(loss)
 
 
-def main() -> None:
-    """Keep standard output for the result: DeepSpeed and the compilers that it starts write there too."""
-    with os.fdopen(os.dup(1), "w") as result:
-        os.dup2(2, 1)
-        os.environ["DS_ACCELERATOR"] = "cpu"  # the lab's links carry gloo
-        dist.init_process_group("gloo")
-        request = Request(**json.loads(sys.argv[1]))
-        rounds = [(system, int(slices)) for slices in request.plans for system in ENGINES]
-        runs: dict[str, list[dict[str, Any]]] = {}
-        for repeat in range(request.repeats):
-            for system, slices in rounds[:: -1 if repeat % 2 else 1]:
-                run = measure(request, system, slices, peak=repeat == 0)
-                runs.setdefault(f"{system} {slices}", []).append(run)
-        if dist.get_rank() == 0:
-            print(json.dumps(runs), file=result, flush=True)
-        dist.barrier()
-    # Not through the interpreter's own end: gloo's threads may still hold tensors then, and abort the process at times.
-    sys.stderr.flush()
-    os._exit(0)
+def run(asked: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """All systems and numbers of slices in alternating order."""
+    request = Request(**asked)
+    rounds = [(system, int(slices)) for slices in request.plans for system in ENGINES]
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for repeat in range(request.repeats):
+        for system, slices in rounds[:: -1 if repeat % 2 else 1]:
+            runs.setdefault(f"{system} {slices}", []).append(measure(request, system, slices, peak=repeat == 0))
+    return runs
 
 
 if __name__ == "__main__":
-    main()
+    measure_on_this_rank(run)

@@ -12,31 +12,33 @@ Comparisons, all in fp32 with the same model, data, AdamW and clipping:
   what hooks and Python around small modules cost;
 - `tunings_a1`, `tunings_a4`: every parameter at stage 0 against the fastest of the tunings that stock ZeRO-3 has.
 
-The systems alternate (A B C, C B A, ...), so that a drift of the machine reaches all alike. A system's seconds are the
-median of its runs' medians. Differences below five per cent are noise; run it on a machine that does nothing else.
+The systems of a comparison live in one process per rank and take turns (A B C, C B A, ...), so that a drift of the machine
+reaches all alike. A system's seconds are the median of its turns' medians. Differences below five per cent are noise; run it
+on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
-import tempfile
-from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from netlab import NetLab, NetLabError, RanksFailedError, exit_on_signals, run_ranks
-
-WORKER = Path(__file__).with_name("_worker.py")
-SEED = 0
-CLIPPING = 1.0  # said aloud: DeepSpeed clips at 1.0 when its JSON says nothing
-LOSS_TOLERANCE = 1e-5  # relative; the systems sum gradients in different orders
+from _lab import (
+    CLIPPING,
+    LOSS_TOLERANCE,
+    SEED,
+    MeasurementError,
+    Setting,
+    environment,
+    loss_difference,
+    plan_section,
+    run_worker,
+    training_config,
+)
+from netlab import NetLabError, exit_on_signals
 
 # DeepSpeed's default sizes are made for billions of parameters. A model as small as this one fits into one of its gradient
 # buckets, so that nothing is reduced during backward, and into its live parameters, so that prefetching keeps what forward
@@ -49,7 +51,7 @@ PERSISTENT = {"stage3_param_persistence_threshold": 10**12}
 
 @dataclass(frozen=True)
 class System:
-    """A program of _worker.py, its `zero_optimization` section, and the stage ds_osdp pins every parameter to."""
+    """A program of _systems.py, its `zero_optimization` section, and the stage ds_osdp pins every parameter to."""
 
     program: str
     zero: dict[str, int]
@@ -110,14 +112,6 @@ COMPARISONS = {
 }
 
 
-class MeasurementError(RuntimeError):
-    """A run failed: which one, and the end of its ranks' logs."""
-
-
-Run = dict[str, Any]  # step_seconds, losses, median_seconds
-Runs = dict[str, list[Run]]  # by system
-
-
 def model_size(comparison: Comparison, arguments: argparse.Namespace) -> dict[str, int]:
     """The fields of `_models.GPTConfig`."""
     return comparison.tower or {name: getattr(arguments, name) for name in ("layers", "hidden", "heads", "vocab", "tokens")}
@@ -125,100 +119,52 @@ def model_size(comparison: Comparison, arguments: argparse.Namespace) -> dict[st
 
 def deepspeed_config(system: System, comparison: Comparison, arguments: argparse.Namespace) -> dict[str, Any]:
     """The JSON the system is started with; DDP reads its batch sizes, optimizer and clipping from it."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": arguments.micro_batch,
-        "gradient_accumulation_steps": comparison.accumulate,
-        "gradient_clipping": CLIPPING,
-        "optimizer": {
-            "type": "AdamW",
-            # torch_adam: DeepSpeed would otherwise compile a fused one, and DDP would need the same.
-            "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True},
-        },
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    }
-    if system.program != "ddp":
-        config["zero_optimization"] = {"stage": 3, **system.zero}
+    more = {}
     if system.stage is not None:
-        config["osdp"] = {
-            "memory_budget": "64GiB",
-            "rules": [{"match": "*", "stage": system.stage}],
-            "input": {"ids": {"shape": [model_size(comparison, arguments)["tokens"]], "dtype": "int64"}},
-        }
-    return config
+        rules = [{"match": "*", "stage": system.stage}]
+        more["osdp"] = plan_section(model_size(comparison, arguments)["tokens"], memory_budget="1GiB", rules=rules)
+    zero = None if system.program == "ddp" else system.zero
+    return training_config(arguments.micro_batch, comparison.accumulate, zero, **more)
 
 
-def configs(comparison: Comparison, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The JSON of each system."""
-    return {name: deepspeed_config(system, comparison, arguments) for name, system in comparison.systems.items()}
+def compare(part: str, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Run the systems of one comparison in turns; by system, what `_worker.py` measured.
 
-
-def run_once(system: System, comparison: Comparison, arguments: argparse.Namespace, lab: NetLab | None) -> Run:
-    """Start the ranks of one system and read what rank 0 measured."""
-    request = {
-        "system": system.program,
+    Raises:
+        MeasurementError: a rank failed.
+    """
+    comparison = COMPARISONS[part]
+    cell = {
         "kind": "tower" if comparison.tower else "gpt",
         "model": model_size(comparison, arguments),
-        "config": deepspeed_config(system, comparison, arguments),
-        "warmup": arguments.warmup,
-        "steps": arguments.steps,
-        "seed": SEED,
+        "systems": {
+            name: {"program": system.program, "config": deepspeed_config(system, comparison, arguments)}
+            for name, system in comparison.systems.items()
+        },
     }
-    with tempfile.TemporaryFile() as output:
-        run_ranks(
-            [sys.executable, str(WORKER), json.dumps(request)],
-            world=arguments.hosts * arguments.ranks_per_host,
-            lab=None if comparison.tower else lab,
-            stdout=output,
-            timeout_seconds=arguments.timeout_seconds,
-        )
-        output.seek(0)
-        run: Run = json.loads(output.read())
-    return run | {"median_seconds": statistics.median(run["step_seconds"])}
-
-
-def compare(comparison: Comparison, arguments: argparse.Namespace, lab: NetLab | None) -> Runs:
-    """Run the systems in alternating order; raises MeasurementError."""
-    runs: Runs = {name: [] for name in comparison.systems}
-    for repeat in range(arguments.repeats):
-        for name in list(runs)[:: -1 if repeat % 2 else 1]:
-            label = f"{name}, accumulation {comparison.accumulate}, run {repeat + 1} of {arguments.repeats}"
-            try:
-                run = run_once(comparison.systems[name], comparison, arguments, lab)
-            except RanksFailedError as error:
-                raise MeasurementError(f"could not measure {label}:\n{error}") from error
-            runs[name].append(run)
-            print(f"{label}: {run['median_seconds']:.4f} s per step", file=sys.stderr)
-    return runs
-
-
-def system_seconds(runs: Runs) -> dict[str, float]:
-    """Seconds per step of each system."""
-    return {name: statistics.median(run["median_seconds"] for run in of_system) for name, of_system in runs.items()}
-
-
-def loss_difference(runs: Runs) -> float:
-    """The largest relative difference of any run's losses from the first run's."""
-    every: list[list[float]] = [run["losses"] for of_system in runs.values() for run in of_system]
-    return max(abs(loss - first) / abs(first) for losses in every for loss, first in zip(losses, every[0], strict=True))
+    loopback = arguments.loopback or comparison.tower is not None
+    found = run_worker(
+        Setting(arguments.hosts, arguments.rate, arguments.ranks_per_host, loopback),
+        {part: cell},
+        warmup=arguments.warmup,
+        steps=arguments.steps,
+        passes=arguments.repeats,
+        timeout_seconds=arguments.timeout_seconds,
+    )
+    systems: dict[str, dict[str, Any]] = found["cells"][part]
+    return {name: {**result, "config": cell["systems"][name]["config"]} for name, result in systems.items()}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Make the comparisons asked for; the result holds the ratios first, then all they were made from."""
     parts = arguments.only or list(COMPARISONS)
-    environment = {
-        "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
-        "load_average_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "deepspeed": version("deepspeed"),
+    before = environment()
+    runs = {part: compare(part, arguments) for part in parts}
+    seconds = {
+        part: {name: statistics.median(map(statistics.median, run["step_seconds"])) for name, run in runs[part].items()}
+        for part in parts
     }
-    lab = None if arguments.loopback else NetLab(arguments.hosts, arguments.rate)
-    with lab or nullcontext():
-        runs = {part: compare(COMPARISONS[part], arguments, lab) for part in parts}
-    seconds = {part: system_seconds(runs[part]) for part in parts}
-    difference = max(loss_difference(runs[part]) for part in parts)
+    difference = max(loss_difference(run["losses"] for run in runs[part].values()) for part in parts)
     return {
         **{
             name: seconds[part][above] / seconds[part][below]
@@ -228,9 +174,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "losses_equal": difference <= LOSS_TOLERANCE,
         "loss_difference": difference,
         "seconds": seconds,
-        "environment": environment,
+        "environment": before,
         "settings": vars(arguments) | {"seed": SEED, "gradient_clipping": CLIPPING, "loss_tolerance": LOSS_TOLERANCE},
-        "configs": {part: configs(COMPARISONS[part], arguments) for part in parts},
         "runs": runs,
     }
 
@@ -243,16 +188,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate", default="1gbit", help="limit of each host's link, each way, in tc's words")
     parser.add_argument("--loopback", action="store_true", help="no lab and no root; measures no network")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="turns of every system")
     parser.add_argument("--warmup", type=int, default=2, help="steps not counted; ZeRO-3 records its trace in them")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=6, help="timed in each turn")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--timeout-seconds", type=float, default=900.0, help="limit of each run")
+    parser.add_argument("--timeout-seconds", type=float, default=900.0, help="limit of each comparison")
     arguments = parser.parse_args()
     if min(arguments.repeats, arguments.warmup, arguments.steps) < 1:
         parser.error("--repeats, --warmup and --steps must be at least 1")

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 from contextlib import nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from _lab import LOSS_TOLERANCE, SEED, environment, loss_difference
 from _models import GPTConfig, Projection
 from netlab import NetLab, NetLabError, RanksFailedError, exit_on_signals, run_ranks
 
@@ -34,9 +32,7 @@ from ds_osdp.planner import make_plan
 
 WORKER = Path(__file__).with_name("_split_worker.py")
 SLICES = (1, 2, 4, 8)
-SEED = 0
 FREED_SLICE_BYTES = 4  # one element stays of a freed slice, for autograd to compare shapes
-LOSS_TOLERANCE = 1e-5  # relative; the gradient of the projection's input is summed up in another order
 
 
 def deepspeed_config(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -85,7 +81,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         **{name: getattr(arguments, name) for name in ("warmup", "steps", "repeats")},
         "seed": SEED,
     }
-    load = os.getloadavg()[0]
+    before = environment()
     lab = None if arguments.loopback else NetLab(arguments.hosts, arguments.rate)
     with lab or nullcontext(), tempfile.TemporaryFile() as output:
         command = [sys.executable, str(WORKER), json.dumps(request)]
@@ -96,10 +92,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     ratios = {k: seconds[f"osdp {k}"] / seconds[f"tiled {k}"] for k in SLICES}
     noise = abs(ratios[1] - 1)
     peaks = {name: of[0]["peak_bytes"] for name, of in runs.items()}
-    first = runs["tiled 1"][0]["losses"]
-    difference = max(
-        abs(a - b) / abs(b) for of in runs.values() for run in of for a, b in zip(run["losses"], first, strict=True)
-    )
+    difference = loss_difference(run["losses"] for of in runs.values() for run in of)
     return {
         "by_slices": {
             str(k): {
@@ -114,14 +107,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "noise": noise,
         "losses_equal": difference <= LOSS_TOLERANCE,
         "loss_difference": difference,
-        "environment": {
-            "platform": platform.platform(),
-            "cpu_count": os.cpu_count(),
-            "load_average_before": load,
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "deepspeed": version("deepspeed"),
-        },
+        "environment": before,
         "settings": vars(arguments) | {"seed": SEED, "loss_tolerance": LOSS_TOLERANCE},
         "config": config,
         "runs": runs,

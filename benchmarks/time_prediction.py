@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator
-from importlib.metadata import version
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from netlab import NetLab, NetLabError, RanksFailedError, exit_on_signals, run_ranks
+from _lab import IN_PROPORTION, SEED, MeasurementError, Setting, environment, plan_section, run_worker, training_config
+from _models import SHAPES
+from netlab import NetLabError, exit_on_signals
 
 from ds_osdp.cluster import Cluster
 from ds_osdp.config import OsdpConfig
@@ -34,21 +32,11 @@ from ds_osdp.job import job_from_config
 from ds_osdp.planner import make_plan
 from ds_osdp.profile import ModelProfile
 
-WORKER = Path(__file__).with_name("_time_worker.py")
-SEED = 0
 CALIBRATION_SECONDS = 15.0
-TIMEOUT_SECONDS = 900.0
 DIFFERENCE = 0.1
 """Plans whose measured times differ by less are not compared."""
 
-SETTINGS: dict[str, tuple[int, str | None]] = {"2x1gbit": (2, "1gbit"), "4x400mbit": (4, "400mbit"), "4xunlimited": (4, None)}
-"""Hosts of one rank each, and the rate of their links."""
-
-MODELS = {
-    "narrow-deep": {"layers": 8, "hidden": 192, "heads": 4, "vocab": 256, "tokens": 128},
-    "wide-shallow": {"layers": 2, "hidden": 384, "heads": 6, "vocab": 256, "tokens": 128},
-    "uneven": {"layers": 2, "hidden": 256, "heads": 4, "vocab": 6144, "tokens": 128},
-}
+SETTINGS = {"2x1gbit": Setting(2, "1gbit"), "4x400mbit": Setting(4, "400mbit"), "4xunlimited": Setting(4)}
 
 PLANS: dict[str, list[dict[str, Any]]] = {
     **{f"stage {stage}": [{"match": "*", "stage": stage}] for stage in (3, 2, 1, 0)},
@@ -60,66 +48,44 @@ PLANS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 
-# DeepSpeed's default sizes are made for models of billions of parameters, whose single layers are larger than its prefetch
-# bucket, and which are far larger than what it keeps: here it is the same with sizes in proportion.
-ZERO = {
-    "stage": 3,
-    "stage3_param_persistence_threshold": 0,
-    "stage3_prefetch_bucket_size": 100_000,
-    "stage3_max_live_parameters": 2_000_000,
-    "stage3_max_reuse_distance": 0,
-    "reduce_bucket_size": 500_000,
-}
-
-
-class MeasurementError(RuntimeError):
-    """A setting could not be measured: the end of its ranks' logs."""
-
 
 def deepspeed_config(model: str, plan: str) -> dict[str, Any]:
     """The JSON that a model is trained with."""
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 1.0,
-        # torch_adam: DeepSpeed would otherwise compile a fused one.
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": ZERO,
-        "steps_per_print": 10**9,
-        "osdp": {
-            "memory_budget": "64GiB",
-            "rules": PLANS[plan],
-            "input": {"ids": {"shape": [MODELS[model]["tokens"]], "dtype": "int64"}},
-        },
-    }
+    section = plan_section(SHAPES[model]["tokens"], memory_budget="1GiB", rules=PLANS[plan])
+    return training_config(2, 2, IN_PROPORTION, osdp=section)
 
 
 def measured(setting: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Calibrate and train in one setting; raises MeasurementError."""
-    hosts, rate = SETTINGS[setting]
-    request = {
-        "models": MODELS,
-        "configs": {model: {plan: deepspeed_config(model, plan) for plan in PLANS} for model in MODELS},
-        "warmup": arguments.warmup,
-        "steps": arguments.steps,
-        "seed": SEED,
-        "calibration_seconds": CALIBRATION_SECONDS,
+    """Calibrate and train in one setting.
+
+    Raises:
+        MeasurementError: a rank failed.
+    """
+    cells = {
+        model: {
+            "kind": "gpt",
+            "model": size,
+            "systems": {plan: {"program": "ds_osdp", "config": deepspeed_config(model, plan)} for plan in PLANS},
+        }
+        for model, size in SHAPES.items()
     }
-    with NetLab(hosts, rate) as lab, tempfile.TemporaryFile() as output:
-        try:
-            command = [sys.executable, str(WORKER), json.dumps(request)]
-            run_ranks(command, world=hosts, lab=lab, stdout=output, timeout_seconds=TIMEOUT_SECONDS)
-        except RanksFailedError as error:
-            raise MeasurementError(f"could not measure {setting}:\n{error}") from error
-        output.seek(0)
-        found: dict[str, Any] = json.loads(output.read())
-    return found
+    found = run_worker(
+        SETTINGS[setting],
+        cells,
+        warmup=arguments.warmup,
+        steps=arguments.steps,
+        passes=1,
+        calibration_seconds=CALIBRATION_SECONDS,
+        observe=True,
+    )
+    steps = {model: {plan: run["step_seconds"][0] for plan, run in of.items()} for model, of in found["cells"].items()}
+    return {"cluster": found["cluster"], "profiles": found["profiles"], "steps": steps}
 
 
 def predicted_seconds(setting: str, model: str, plan: str, run: dict[str, Any]) -> float:
     """What the planner says of a plan, from the observed model and the calibration."""
     config = deepspeed_config(model, plan)
-    job, section = job_from_config(config, SETTINGS[setting][0]), OsdpConfig.model_validate(config["osdp"])
+    job, section = job_from_config(config, SETTINGS[setting].world_size), OsdpConfig.model_validate(config["osdp"])
     cluster, profile = Cluster.from_dict(run["cluster"]), ModelProfile.from_dict(run["profiles"][model])
     assert section.memory_budget is not None
     return make_plan(profile, cluster, job, section.memory_budget, rules=section.rules).step_seconds
@@ -165,6 +131,7 @@ def main() -> int:
     parser.add_argument("--measured", type=Path, nargs="+", help="results of earlier runs: predict them again")
     arguments = parser.parse_args()
     exit_on_signals()
+    before = environment()
     try:
         if arguments.measured:
             runs = {name: run for file in arguments.measured for name, run in json.loads(file.read_text())["runs"].items()}
@@ -190,14 +157,8 @@ def main() -> int:
         "order_errors": len(wrong),
         "table": table,
         "wrong_order": wrong,
-        "environment": {
-            "platform": platform.platform(),
-            "cpu_count": os.cpu_count(),
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "deepspeed": version("deepspeed"),
-        },
-        "settings": {"warmup": arguments.warmup, "steps": arguments.steps, "seed": SEED, "zero_optimization": ZERO},
+        "environment": before,
+        "settings": {"warmup": arguments.warmup, "steps": arguments.steps, "seed": SEED, "zero_optimization": IN_PROPORTION},
         "runs": runs,
     }
     if arguments.json:
