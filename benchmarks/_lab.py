@@ -87,8 +87,9 @@ def run_worker(
     calibration_seconds: float | None = None,
     observe: bool = False,
     timeout_seconds: float = 3600.0,
+    worker: Path = WORKER,
 ) -> dict[str, Any]:
-    """Run `_worker.py` on every rank of ``setting``; what rank 0 measured.
+    """Run `_worker.py`, or a program that sets something up before it, on every rank of ``setting``; what rank 0 measured.
 
     Raises:
         MeasurementError: a rank failed, or the time was up.
@@ -105,7 +106,7 @@ def run_worker(
     }
     lab = None if setting.loopback else NetLab(setting.hosts, setting.rate)
     with lab or nullcontext(), tempfile.TemporaryFile() as output:
-        command = [sys.executable, str(WORKER), json.dumps(request)]
+        command = [sys.executable, str(worker), json.dumps(request)]
         try:
             run_ranks(command, world=setting.world_size, lab=lab, stdout=output, timeout_seconds=timeout_seconds)
         except RanksFailedError as error:

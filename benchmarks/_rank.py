@@ -20,7 +20,7 @@ def measure_on_this_rank(measure: Callable[[dict[str, Any]], Any]) -> None:
     with os.fdopen(os.dup(1), "w") as result:
         os.dup2(2, 1)
         # The lab's links carry gloo; on a machine with GPUs DeepSpeed would choose them by itself.
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # Before all other programs, and with all threads, which inherit it: half a core that something else takes is a quarter
         # of the compute.  Without root there is no lab, and no priority.
         with suppress(PermissionError):

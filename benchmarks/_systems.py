@@ -101,7 +101,7 @@ def _engine_step(engine: Any) -> Step:
     def step(batches: list[Tensor]) -> Tensor:
         losses = []
         for ids in batches:
-            loss = engine(ids=ids)
+            loss = engine(ids=ids.to(engine.device))
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach())

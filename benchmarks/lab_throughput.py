@@ -68,6 +68,15 @@ SHARES = [i / 6 for i in range(7)]
 HALF, FULL = "osdp 50%", "osdp 100%"
 WHOLE, AS_DDP = "osdp whole", "osdp as DDP"
 BITS = {"gbit": 1e9, "mbit": 1e6}
+COLORS = {
+    "DDP": "#2f8f4f",
+    "FSDP2": "#bf6f1f",
+    "ZeRO-1": "#c9a0dc",
+    "ZeRO-2": "#9d5fc4",
+    "ZeRO-3": "#bf3f3f",
+    "osdp": "#1f5fbf",
+}
+"""Of systems whose names begin so."""
 
 FREED = IN_PROPORTION
 KEPT = {name: FREED[name] for name in FREED if name not in ("stage3_max_live_parameters", "stage3_max_reuse_distance")}
@@ -303,7 +312,7 @@ def table(cell: Cell) -> str:
 
 
 def plot(cells: list[Cell], folder: Path) -> list[Path]:
-    """One picture for each setting: throughput against memory of every system, and the front of stock and of plans."""
+    """One picture for each setting: throughput against memory, and the front of stock and of plans."""
     from plotly.io import write_images
     from plotly.subplots import make_subplots
 
@@ -313,39 +322,33 @@ def plot(cells: list[Cell], folder: Path) -> list[Path]:
         figure = make_subplots(rows=(len(own) + 1) // 2, cols=2, subplot_titles=[cell.name for cell in own])
         for i, cell in enumerate(own):
             place = {"row": 1 + i // 2, "col": 1 + i % 2}
-            plans = [n for n, r in cell.results.items() if r["program"] == "ds_osdp"]
-            for name, members, color in (("stock", cell.stock, "#888888"), ("ds_osdp", plans, "#1f5fbf")):
-                shown = {"legendgroup": name, "name": name, "showlegend": i == 0}
-                memory = [cell.results[n]["peak_bytes"] / 1e6 for n in members]
-                speed = [cell.samples / cell.seconds[n] for n in members]
-                labels = members if name == "stock" else None
-                mode = "markers+text" if name == "stock" else "markers"
+            at = {name: (r["peak_bytes"] / 1e6, cell.samples / cell.seconds[name]) for name, r in cell.results.items()}
+            for family, color in COLORS.items():
+                points = [at[name] for name in at if name.startswith(family)]
                 figure.add_scatter(
-                    x=memory, y=speed, text=labels, mode=mode, marker_color=color, textposition="top center",
-                    textfont_size=8, **shown, **place,
+                    x=[x for x, _ in points], y=[y for _, y in points], mode="markers", marker_color=color, marker_size=9,
+                    name=family, legendgroup=family, showlegend=i == 0, **place,
                 )  # fmt: skip
-                front = pareto(memory, speed)
+            for members, color in ((cell.stock, "#999999"), ([n for n in at if n.startswith("osdp")], COLORS["osdp"])):
+                front = pareto([at[name] for name in members])
                 figure.add_scatter(
                     x=[x for x, _ in front], y=[y for _, y in front], line={"shape": "hv", "color": color}, mode="lines",
-                    legendgroup=name, showlegend=False, **place,
+                    showlegend=False, **place,
                 )  # fmt: skip
-            figure.add_hline(y=cell.samples / cell.bound_seconds, line_dash="dot", line_color="#bf3f1f", **place)
+            figure.add_hline(y=cell.samples / cell.bound_seconds, line_dash="dot", line_color="#333333", **place)
             figure.update_xaxes(title_text="memory of a rank, MB", **place)
             figure.update_yaxes(title_text="samples per second", rangemode="tozero", **place)
-        height = 420 * ((len(own) + 1) // 2)
-        figure.update_layout(
-            template="plotly_white", height=height, legend={"orientation": "h", "y": 1.08 if height < 800 else 1.04}
-        )
+        figure.update_layout(template="plotly_white", height=420 * ((len(own) + 1) // 2))
         figures.append(figure)
         files.append(folder / f"throughput-{setting}.png")
     write_images(figures, files, width=1200, scale=2)
     return files
 
 
-def pareto(memory: list[float], speed: list[float]) -> list[tuple[float, float]]:
-    """The points that none with less memory is as fast as."""
+def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those (memory, speed) that none with less memory is as fast as."""
     front: list[tuple[float, float]] = []
-    for point in sorted(zip(memory, speed, strict=True), key=lambda p: (p[0], -p[1])):
+    for point in sorted(points, key=lambda p: (p[0], -p[1])):
         if not front or point[1] > front[-1][1]:
             front.append(point)
     return front

@@ -24,7 +24,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from ds_osdp.job import Job
     from ds_osdp.measure import Sample
+    from ds_osdp.plan import Plan
+    from ds_osdp.profile import ModelProfile
 
 MODELS = ("gpt2", "bert", "opt", "llama", "t5", "vit", "mixtral", "lora")
 WORLDS = (2, 8, 64)
@@ -116,25 +119,20 @@ def _rows(kind: str, world: int, *, quick: bool) -> list[dict[str, Any]]:
                         "precision": precision,
                         "setting": setting,
                         "plan": plan,
-                        **_compare(model, sample, config, dtype, world, plan),
+                        **compare(copy.deepcopy(model), sample, config, dtype, world, plan),
                     }
                     for plan in PLANS
                 ]
     return rows
 
 
-def _compare(model: nn.Module, sample: Sample, config: dict[str, Any], dtype: Any, world: int, name: str) -> dict[str, Any]:
-    """The peak of one plan, predicted and measured."""
+def plan_named(name: str, profile: ModelProfile, job: Job) -> Plan:
+    """One of :data:`PLANS`."""
     from ds_osdp.cluster import DEFAULT_CLUSTER, Cluster
     from ds_osdp.config import Rule
-    from ds_osdp.dry_run import dry_run
-    from ds_osdp.job import job_from_config
-    from ds_osdp.measure import profile_model
     from ds_osdp.plan import Stage
     from ds_osdp.planner import make_plan
 
-    profile = profile_model(model, sample, dtype=dtype)
-    job = job_from_config(config, world)
     # In the mixed plan neighbours differ, and every stage is used alike.
     stages = [7 * u % 4 if name == "mixed" else int(name[-1]) for u in range(len(profile.units))]
     rules = [
@@ -142,13 +140,24 @@ def _compare(model: nn.Module, sample: Sample, config: dict[str, Any], dtype: An
         for unit, stage in zip(profile.units, stages, strict=True)
         if unit.parameters
     ]
-    plan = make_plan(profile, Cluster.shipped(DEFAULT_CLUSTER), job, 1 << 40, rules=rules)
-    measured = dry_run(copy.deepcopy(model), config, plan, sample, accumulation=job.accumulation, dtype=dtype, real=True)
+    return make_plan(profile, Cluster.shipped(DEFAULT_CLUSTER), job, 1 << 40, rules=rules)
+
+
+def compare(model: nn.Module, sample: Sample, config: dict[str, Any], dtype: Any, world: int, name: str) -> dict[str, Any]:
+    """The peak of one plan, predicted and measured; ``model`` is taken over by the engine."""
+    from ds_osdp.dry_run import dry_run
+    from ds_osdp.job import job_from_config
+    from ds_osdp.measure import profile_model
+
+    job = job_from_config(config, world)
+    plan = plan_named(name, profile_model(model, sample, dtype=dtype), job)
+    measured = dry_run(model, config, plan, sample, accumulation=job.accumulation, dtype=dtype, real=True)
     return {
         "predicted_bytes": plan.peak_bytes,
         "predicted_moment": plan.peak_moment,
         "measured_bytes": measured.peak_bytes,
         "measured_moment": measured.peak_moment,
+        "allocator_bytes": measured.allocator_bytes,
         "error_percent": 100 * (plan.peak_bytes / measured.peak_bytes - 1),
     }
 
