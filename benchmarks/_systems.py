@@ -30,8 +30,11 @@ class Trainer:
 def deepspeed_trainer(model: nn.Module, config: dict[str, Any]) -> Trainer:
     """Stock DeepSpeed."""
     import deepspeed
+    from deepspeed.utils import groups
 
     engine, *_ = deepspeed.initialize(model=model, model_parameters=_trained(model), config=config)
+    # An engine with hpZ leaves its group where those that are made later find it, and take it for theirs.
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     return Trainer(_engine_step(engine), engine.destroy)
 
 
