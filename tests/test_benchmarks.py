@@ -1,7 +1,9 @@
-"""What the comparison in the lab makes of its measurements; the measurements themselves need a quiet machine and root."""
+"""What the comparison in the lab makes of its measurements, which need a quiet machine and root; and the check for a GPU."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from lab_throughput import Cell, pareto, summary
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 NAME = "wide-shallow, accumulation 1"
 MB = 10**6
 
@@ -73,3 +76,15 @@ def test_nothing_is_faster_than_its_computation_and_its_gradients_on_the_wire() 
 
 def test_the_front_leaves_out_what_is_neither_leaner_nor_faster() -> None:
     assert pareto([(2.0, 1.0), (1.0, 2.0), (3.0, 3.0), (3.0, 2.5)]) == [(1.0, 2.0), (3.0, 3.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_check_for_a_gpu_is_rehearsed() -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--device", "cpu", "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["rows"], found["losses_equal"]) == (2, True)
+    assert found["worst_memory_error_percent"] < 5
+    assert found["time"].keys() == {"stock", "stage 3"}
