@@ -102,6 +102,9 @@ def systems(setting: Setting, size: dict[str, int], accumulation: int) -> dict[s
         "stage3_prefetch_bucket_size": int(0.9 * square),
         "stage3_param_persistence_threshold": 10 * size["hidden"],
     }
+    thresholds = {"h²": square, "3 h²": 3 * square, "4 h²": 4 * square, "all": 10**12}
+    if size["vocab"] <= 4 * size["hidden"]:
+        del thresholds["4 h²"]  # then nothing is larger
     found = {
         "local": torch_system("local"),
         "DDP": torch_system("ddp"),
@@ -115,7 +118,7 @@ def systems(setting: Setting, size: dict[str, int], accumulation: int) -> dict[s
         "ZeRO-3, auto": zero(auto),
         **{
             f"ZeRO-3, threshold {text}": zero(FREED, stage3_param_persistence_threshold=threshold)
-            for text, threshold in (("h²", square), ("3 h²", 3 * square), ("4 h²", 4 * square), ("all", 10**12))
+            for text, threshold in thresholds.items()
         },
     }
     if accumulation > 1:
@@ -361,8 +364,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=TRAINED, nargs="+", default=list(TRAINED), help="these models")
     parser.add_argument("--accumulation", type=int, choices=ACCUMULATIONS, nargs="+", default=list(ACCUMULATIONS))
     parser.add_argument("--warmup", type=int, default=2, help="steps not counted; ZeRO-3 records its trace in them")
-    parser.add_argument("--passes", type=int, default=2, help="turns of every system")
-    parser.add_argument("--steps", type=int, default=4, help="timed in each turn")
+    parser.add_argument("--passes", type=int, default=4, help="turns of every system")
+    parser.add_argument("--steps", type=int, default=2, help="timed in each turn")
     parser.add_argument("--measured", type=Path, nargs="+", help="results of earlier runs: put them together")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw a picture of each setting there")
     parser.add_argument("--table", action="store_true", help="print every system in Markdown")
