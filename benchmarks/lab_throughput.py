@@ -270,18 +270,19 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         return min((c.half_budget_speedup() for c in own), default=None)
 
     difference = max(cell.loss_difference for cell in cells)
+    errors = [abs(point["seconds_error_percent"]) for point in points]
     return {
         "settings": list(dict.fromkeys(cell.setting for cell in cells)),
         "points": len(points),
         "points_without_plan": sum(name.startswith("osdp") for cell in cells for name in cell.failures),
         "losses_equal": difference <= LOSS_TOLERANCE,
         "loss_difference": difference,
-        "worst_ratio_to_best_stock": max(point["ratio_to_best_stock"] for point in points),
+        "worst_ratio_to_best_stock": max((point["ratio_to_best_stock"] for point in points), default=None),
         "full_budget_ratio_to_ddp": max((c.ratio_to_ddp() for c in limited if FULL in c.results), default=None),
         **{f"half_budget_speedup_over_zero3_a{a}": slowest_half(a) for a in ACCUMULATIONS},
-        "worst_peak_over_budget": max(point["peak_bytes"] / point["budget_bytes"] for point in points),
-        "median_seconds_error_percent": statistics.median(abs(point["seconds_error_percent"]) for point in points),
-        "worst_peak_error_percent": max(abs(point["peak_error_percent"]) for point in points),
+        "worst_peak_over_budget": max((point["peak_bytes"] / point["budget_bytes"] for point in points), default=None),
+        "median_seconds_error_percent": statistics.median(errors) if errors else None,
+        "worst_peak_error_percent": max((abs(point["peak_error_percent"]) for point in points), default=None),
     }
 
 
