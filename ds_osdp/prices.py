@@ -326,8 +326,8 @@ def _price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, gat
         whole_bytes=changing_bytes if whole else 0,
         # Stage 1 accumulates whole, and DeepSpeed's buffer of this rank's part is there all the same.
         gradient_bytes=gradient * (held + (sum(padded) if stage is Stage.OPTIMIZER_STATES and degree > 1 else 0)),
-        # Also in fp32, where they equal the parameters: DeepSpeed means to share them, but compares a device with its name.
-        state_bytes=MASTER_BYTES * (1 + job.optimizer_states) * held,
+        # An fp32 parameter is its own master weight.
+        state_bytes=MASTER_BYTES * (job.optimizer_states + (job.parameter_dtype != "float32")) * held,
         gathered_bytes=gathered_bytes,
         activation_bytes=0 if option.recompute else unit.activation_bytes,
         forward_bytes=max(unit.transient_bytes + (unit.activation_bytes if option.recompute else 0), copied_bytes),
@@ -423,11 +423,14 @@ def _update_bytes_moved(job: Job) -> int:
     """Bytes read and written per element by DeepSpeed's step.
 
     Around the optimizer: gradients flattened to fp32 (8), their norm in double precision (20), clipping (8), and the
-    weights copied back (4 and their own size).  The optimizer, fused (that is without temporaries): gradient 4, weight 8, 8
-    per state.  Of single torch operators: each reads its operands from memory and writes its result (AdamW: decay 8, first
-    moment 12, second moment 20, denominator 24, weight 16; momentum: 20 and the weight's 12).
+    weights copied back, if they are not their own masters (4 and their own size).  The optimizer, fused (that is without
+    temporaries): gradient 4, weight 8, 8 per state.  Of single torch operators: each reads its operands from memory and
+    writes its result (AdamW: decay 8, first moment 12, second moment 20, denominator 24, weight 16; momentum: 20 and the
+    weight's 12).
     """
-    around = 8 + 20 + 8 + MASTER_BYTES + DTYPE_BYTES[job.parameter_dtype]
+    around = 8 + 20 + 8
+    if job.parameter_dtype != "float32":
+        around += MASTER_BYTES + DTYPE_BYTES[job.parameter_dtype]
     fused = 12 + 8 * job.optimizer_states
     return around + (fused if job.optimizer_temporaries == 0 else (12, 32, 80)[min(job.optimizer_states, 2)])
 

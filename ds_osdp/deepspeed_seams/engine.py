@@ -216,12 +216,14 @@ def state_tensors(engine: Any) -> dict[str, list[torch.Tensor]]:
     """
     optimizer = engine.optimizer
     whole, accumulators = optimizer.osdp_held() if isinstance(optimizer, PlannedStage3Optimizer) else ([], [])
-    masters = optimizer.fp32_partitioned_groups_flat
+    flats, masters = optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat
+    # An fp32 parameter is its own master weight.
+    own = [master for flat, master in zip(flats, masters, strict=True) if not _shares_memory(flat, master)]
     states = [v for m in masters for v in optimizer.optimizer.state[m].values() if torch.is_tensor(v)]
     return {
         "parameters": [*(p.ds_tensor for p in engine.module.parameters()), *whole],
         "gradients": [optimizer.grad_partitions_flat_buffer, *accumulators],
-        "optimizer_states": [*masters, *states],
+        "optimizer_states": [*own, *states],
         "buckets": [bucket.buffer for bucket in optimizer.ipg_buckets.values() if bucket.buffer is not None],
     }
 
@@ -251,6 +253,11 @@ def _sizes(plan: Plan) -> CommunicationSizes:
             "max_reuse_distance": max(0, plan.sizes.max_reuse_distance - 2 * split),
         }
     )
+
+
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    # Not by address: tensors on shapes have none.
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _storage_bytes(tensors: list[torch.Tensor]) -> int:

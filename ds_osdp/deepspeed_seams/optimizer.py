@@ -273,6 +273,13 @@ class PlannedStage3Optimizer(MovableStage3Optimizer):
         if self.osdp_check_replicas_every and self._osdp_steps % self.osdp_check_replicas_every == 0:
             self.check_replicas()
 
+    def _create_fp32_partitions(self) -> None:
+        """Let an fp32 parameter be its own master weight, as DeepSpeed means to: it compares a device with its name."""
+        super()._create_fp32_partitions()
+        for flat, master in zip(self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat, strict=True):
+            if (flat.dtype, flat.device) == (master.dtype, master.device):
+                master.data = flat.data
+
     def _partition_all_parameters(self) -> None:
         """Called by DeepSpeed before a step and a checkpoint."""
         if self.osdp_whole.stepping:

@@ -81,6 +81,7 @@ SEAMS = (
     Seam(_ENGINE, "_get_param_fragment_func", ("param",), "frozen parameters are saved as this rank's 1/N"),
     Seam(_ENGINE, "load_module_state_dict", ("checkpoint",), "frozen fragments are read back into whole copies"),
     Seam(_STAGE3, "_get_param_partition_group", ("param",), "sub-groups follow the group of each parameter"),
+    Seam(_STAGE3, "_create_fp32_partitions", (), "an fp32 parameter need not be held twice"),
     Seam(_STAGE3, "_get_trainable_parameter_groups", (), "the stock order of parameters is remembered before it is split"),
     Seam(
         _STAGE3,
