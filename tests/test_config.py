@@ -207,6 +207,7 @@ def test_precision_and_optimizer() -> None:
         torch.optim.SGD(parameters, lr=1.0): (0, 0),
         torch.optim.SGD(parameters, lr=1.0, momentum=0.9): (1, 0),
         torch.optim.Adagrad(parameters): (1, 1),
+        torch.optim.AdamW([{"params": []}, {"params": parameters}], fused=True): (2, 0),
         torch.optim.Adafactor: (1, 2),
     }
     for optimizer, memory in read.items():

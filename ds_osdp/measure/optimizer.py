@@ -25,11 +25,13 @@ def optimizer_memory(optimizer: Any) -> OptimizerMemory:
         optimizer: a torch optimizer, or what makes one of a list of parameters.  Its own parameters and states are not touched.
     """
     own = isinstance(optimizer, torch.optim.Optimizer)
-    device = optimizer.param_groups[0]["params"][0].device if own else torch.device("cpu")
+    # A group may be empty: what holds for its parameters holds for those of another.
+    group = next((group for group in optimizer.param_groups if group["params"]), None) if own else None
+    device = group["params"][0].device if group else torch.device("cpu")
     parameter = torch.nn.Parameter(torch.zeros(_ELEMENTS, device="cpu" if device.type == "meta" else device))
     twin = copy.copy(optimizer) if own else optimizer([parameter])
     if own:
-        twin.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
+        twin.param_groups = [{**(group or optimizer.param_groups[0]), "params": [parameter]}]
         twin.state = defaultdict(dict)
     parameter.grad = torch.ones_like(parameter)
     twin.step()  # makes the states
