@@ -218,7 +218,7 @@ def state_tensors(engine: Any) -> dict[str, list[torch.Tensor]]:
     whole, accumulators = optimizer.osdp_held() if isinstance(optimizer, PlannedStage3Optimizer) else ([], [])
     flats, masters = optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat
     # An fp32 parameter is its own master weight.
-    own = [master for flat, master in zip(flats, masters, strict=True) if not _shares_memory(flat, master)]
+    own = [master for flat, master in zip(flats, masters, strict=True) if not layout.share_memory(flat, master)]
     states = [v for m in masters for v in optimizer.optimizer.state[m].values() if torch.is_tensor(v)]
     return {
         "parameters": [*(p.ds_tensor for p in engine.module.parameters()), *whole],
@@ -253,11 +253,6 @@ def _sizes(plan: Plan) -> CommunicationSizes:
             "max_reuse_distance": max(0, plan.sizes.max_reuse_distance - 2 * split),
         }
     )
-
-
-def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    # Not by address: tensors on shapes have none.
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _storage_bytes(tensors: list[torch.Tensor]) -> int:

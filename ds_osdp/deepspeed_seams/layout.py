@@ -31,6 +31,7 @@ __all__ = [
     "planned_parts",
     "saved_name",
     "saved_parameters",
+    "share_memory",
     "stock_groups",
     "stock_part",
     "stock_sub_groups",
@@ -275,3 +276,8 @@ def _is_flat(value: Any, flat: torch.Tensor) -> bool:
 
 def _copy(value: Any) -> Any:
     return value.clone() if torch.is_tensor(value) else value
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are views of one storage; not by address, for tensors on shapes have none."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

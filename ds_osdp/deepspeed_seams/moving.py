@@ -26,22 +26,26 @@ __all__ = ["MovableStage3Optimizer"]
 class _Loose:
     """Master weights and optimizer states, cut into one tensor per parameter."""
 
-    def __init__(self, sub_groups: Sequence[Sequence[Any]], masters: list[Any], states: dict[Any, dict[str, Any]]) -> None:
-        """Cut up ``masters`` and ``states``, and empty both.
+    def __init__(
+        self, sub_groups: Sequence[Sequence[Any]], flats: list[Any], masters: list[Any], states: dict[Any, dict[str, Any]]
+    ) -> None:
+        """Cut up ``masters`` and ``states``, and empty both and ``flats``.
 
         Args:
             sub_groups: the parameters of each flat tensor, in its order.
-            masters: DeepSpeed's flat master weights.
+            flats: the flat tensors of parameters; no parameter is a view of one any more.
+            masters: DeepSpeed's flat master weights; one that is its flat tensor goes where the parameters go.
             states: the optimizer's, by master.
         """
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
         self._rest: dict[int, dict[str, Any]] = {}
         for group in sub_groups:
-            master = masters.pop(0)
+            flat, master = flats.pop(0), masters.pop(0)
             state = states.pop(master, {})
             numel = master.numel()
-            self._cut(_MASTER, group, master)
-            del master
+            if not layout.share_memory(flat, master):
+                self._cut(_MASTER, group, master)
+            del flat, master
             for key in list(state):
                 if torch.is_tensor(state[key]) and state[key].dim() == 1 and state[key].numel() == numel:
                     self._cut(key, group, state.pop(key))
@@ -59,14 +63,17 @@ class _Loose:
                 whole = layout.gathered(parts.pop(parameter.ds_id), parameter.ds_process_group)
                 parts[parameter.ds_id] = layout.cut(whole[: parameter.ds_numel], size, dist.get_rank(group=group))
 
-    def join(self, group: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The flat master weights of one sub-group, and the optimizer's states for them; their parts are gone after that."""
+    def join(self, group: Sequence[Any], flat: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The flat master weights of one sub-group, and the optimizer's states for them; their parts are gone after that.
+
+        ``flat`` is the flat tensor of its parameters, which are their own master weights if there are no others.
+        """
         # The optimizer advances what is no flat tensor (Adam's step) in place: one for each sub-group.
         state = {key: value.clone() if torch.is_tensor(value) else value for key, value in self._rest[group[0].ds_id].items()}
         flats = {
             key: torch.cat([parts.pop(p.ds_id) for p in group]) for key, parts in self._parts.items() if group[0].ds_id in parts
         }
-        return flats.pop(_MASTER), {**state, **flats}
+        return flats.pop(_MASTER, flat.detach()), {**state, **flats}
 
 
 _MASTER = "ds_osdp master weights"
@@ -129,8 +136,9 @@ class MovableStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         for parameter in (p for group in self.fp16_groups for p in group):
             parameter.ds_tensor.data = parameter.ds_tensor.data.clone()
         self.lp_param_buffer = None
-        self.fp16_partitioned_groups_flat.clear()
-        return _Loose(self.fp16_groups, self.fp32_partitioned_groups_flat, self.optimizer.state)
+        return _Loose(
+            self.fp16_groups, self.fp16_partitioned_groups_flat, self.fp32_partitioned_groups_flat, self.optimizer.state
+        )
 
     def _osdp_renew_coordinator(self) -> None:
         """Gather with the sizes of the plan, and record anew in which order."""
@@ -164,8 +172,8 @@ class MovableStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         if self._osdp_loose is None:
             super()._create_fp32_partitions()
             return
-        for group in self.fp16_groups:
-            master, state = self._osdp_loose.join(group)
+        for group, flat in zip(self.fp16_groups, self.fp16_partitioned_groups_flat, strict=True):
+            master, state = self._osdp_loose.join(group, flat)
             master.ds_id = f"{group[0].ds_id}_{group[-1].ds_id}"  # type: ignore[attr-defined]
             master.requires_grad = True
             self.fp32_partitioned_groups_flat.append(master)
