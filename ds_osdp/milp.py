@@ -43,7 +43,7 @@ US = 1e3  # nanoseconds
 Of = Callable[[Kind, Price], int]
 
 SUMS: dict[str, Of] = {
-    "S": lambda kind, p: p.activation_bytes,
+    "S": lambda kind, p: p.activation_bytes + p.viewed_bytes,
     "K": lambda kind, p: p.gathered_bytes if kind.kept else 0,
     "H": lambda kind, p: p.gathered_bytes,
     "D": lambda kind, p: p.gathered_bytes if kind.gathered_again else 0,

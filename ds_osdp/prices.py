@@ -87,6 +87,8 @@ class Price:
     """While its parameters are gathered."""
     activation_bytes: int
     """From its forward to its backward."""
+    viewed_bytes: int
+    """From its forward to its backward as well: what was gathered, and freed by DeepSpeed, but views of it are saved."""
     forward_bytes: int
     backward_bytes: int
     """Working tensors while it is computed; in backward also its gradient, and activations computed again."""
@@ -250,6 +252,7 @@ def _split_price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, 
         | {
             "gathered_bytes": alone.gathered_bytes,
             "activation_bytes": unit.activation_bytes - computed_bytes,
+            "viewed_bytes": 0,
             "forward_bytes": unit.transient_bytes + computed_bytes,
             "waiting_bytes": waiting_bytes,
             "backward_bytes": max(0, unit.backward_transient_bytes - apart) + waiting_bytes + computed_bytes,
@@ -311,6 +314,7 @@ def _price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, gat
     gathered_bytes = -(-whole_bytes // option.slices) if sharded else 0
     # What is gathered together arrives in one flat tensor, from which each parameter is copied.
     copied_bytes = gathered_bytes if len(unit.parameters) > 1 and degree > 1 else 0
+    viewed_bytes = unit.viewed_bytes if gathered_bytes and degree > 1 and gathered_again and not option.recompute else 0
     padded = [_part(p, degree) * degree for p in trainable]
     waiting = [p.numel for p in trainable if p.numel > job.reduce_bucket_size]
     # The first of several waits while the others are made.
@@ -330,7 +334,13 @@ def _price(unit: UnitProfile, option: Option, job: Job, cluster: Cluster, *, gat
         state_bytes=MASTER_BYTES * (job.optimizer_states + (job.parameter_dtype != "float32")) * held,
         gathered_bytes=gathered_bytes,
         activation_bytes=0 if option.recompute else unit.activation_bytes,
-        forward_bytes=max(unit.transient_bytes + (unit.activation_bytes if option.recompute else 0), copied_bytes),
+        viewed_bytes=viewed_bytes,
+        # What is viewed from now on is what is gathered now.
+        forward_bytes=max(
+            unit.transient_bytes + (unit.activation_bytes if option.recompute else 0) - viewed_bytes,
+            copied_bytes - viewed_bytes,
+            0,
+        ),
         backward_bytes=max(backward_transient + (unit.activation_bytes if option.recompute else 0), copied_bytes),
         scattered_bytes=wire * sum(padded) if scattered else 0,
         waiting_bytes=DTYPE_BYTES[job.parameter_dtype] * sum(waiting) + wire * sum(waiting_copies) if scattered else 0,

@@ -63,6 +63,8 @@ class UnitProfile(Frozen):
     """Most bytes of working tensors alive at once during its forward, beyond what is saved."""
     backward_transient_bytes: NonNegativeInt = 0
     """The same during its backward; gradients are working tensors, alive until they are reduced."""
+    viewed_bytes: NonNegativeInt = 0
+    """Bytes of its parameters of which views are saved for backward: those keep alive what was gathered."""
     output_bytes: NonNegativeInt = 0
     """Bytes of the tensors its forward returns, of all calls together."""
     recomputes: bool = False
@@ -116,5 +118,5 @@ def _anonymous(unit: UnitProfile) -> object:
     return (
         tuple((p.shape, p.dtype, p.trainable, p.split_rows) for p in unit.parameters),
         *((work.flops, work.bytes_moved, work.seconds) for work in (unit.forward, unit.backward)),
-        *(unit.activation_bytes, unit.transient_bytes, unit.backward_transient_bytes, unit.recomputable),
+        *(unit.activation_bytes, unit.transient_bytes, unit.backward_transient_bytes, unit.viewed_bytes, unit.recomputable),
     )

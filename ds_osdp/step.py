@@ -300,6 +300,7 @@ def _moments(problem: Instance, column: Column) -> _Moments:
     kept, degree = column("kept"), column("degree")
     gathered, saved, whole = column("gathered_bytes"), column("activation_bytes"), column("whole_bytes")
     saved_before, kept_before = _sums(saved)[:-1], _sums(kept * gathered)[:-1]
+    viewed = np.cumsum(column("viewed_bytes"))
     again = column("gathered_again") * gathered
     # Rounded up: what the solver's model takes for fitting must fit.
     flat = -(-int(gathered.sum()) * problem.flat_elements[0] // problem.flat_elements[1])
@@ -322,7 +323,7 @@ def _moments(problem: Instance, column: Column) -> _Moments:
         "gradients": always(int(column("gradient_bytes").sum())),
         "optimizer_states": always(int(column("state_bytes").sum())),
         "activations": moments(saved_before + saved, saved_before + saved),
-        "gathered": moments(in_forward, in_backward),
+        "gathered": moments(in_forward + viewed, in_backward + viewed),
         "buckets": always(problem.fixed_bytes)
         + moments(nothing, _within(problem.staging, column("scattered_bytes")) + waiting),
         "other": moments(column("forward_bytes"), column("backward_bytes"), updates),

@@ -27,7 +27,7 @@ from ds_osdp.prices import Option, Space, price, work_seconds
 from ds_osdp.profile import ModelProfile, ParameterProfile, UnitProfile, Work
 from ds_osdp.remedies import with_micro_batch
 from ds_osdp.solve import _by_kinds, _Search, _unit_by_unit
-from ds_osdp.step import Instance, evaluate, priced
+from ds_osdp.step import Instance, evaluate, priced, timeline
 
 BOTH = Space((Stage.REPLICATED, Stage.FULLY_SHARDED))
 MANY = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -237,6 +237,20 @@ def test_slices_add_up_to_their_unit() -> None:
     mixed = price(unit, Option(Stage.FULLY_SHARDED, 4, 7, 3), job, cluster, gathered_again=True)
     assert split.resident_bytes < mixed.resident_bytes < 16 * unit.numel
     assert mixed.forward_ns < split.forward_ns
+
+
+def test_what_is_viewed_stays_beside_what_is_gathered_again() -> None:
+    whole = a_unit("experts", 400)
+    viewed = whole.model_copy(update={"viewed_bytes": 2 * 400 * 100})
+    rest = [a_unit(f"l{i}", 40) for i in range(3)]
+    job, space = a_job(world_size=4), Space((Stage.GRADIENTS, Stage.FULLY_SHARDED))
+    for stage, freed in ((0, 0), (1, viewed.viewed_bytes)):
+        with_views, without = (
+            timeline(priced(a_profile([unit, *rest]), a_cluster(), job, space), [stage] * 4) for unit in (viewed, whole)
+        )
+        # From the forward of the next unit to its own backward.
+        for a, b in zip(with_views[1:8], without[1:8], strict=True):
+            assert a.bytes["gathered"] - b.bytes["gathered"] == freed, a.name
 
 
 def test_slices_of_fused_experts_keep_nothing_and_run_again() -> None:

@@ -33,6 +33,8 @@ class MemorySample:
         self.backward_transient: Counter[int] = Counter()
         """Per unit, the most bytes alive during its work, beyond what it and the units before it keep."""
         self.output_bytes: Counter[int] = Counter()
+        self.viewed: set[str] = set()
+        """Parameters of which views are saved for backward."""
         self._module = module
         # Alive as long as their storages are told from others by address.
         self._inputs = inputs
@@ -102,8 +104,14 @@ class MemorySample:
     def _is_resident(self, tensor: torch.Tensor) -> bool:
         # Asked anew each time: a gathered parameter has its storage for one use only.
         storage = _storage(tensor)
-        module = self._module
-        return any(_storage(t) == storage for owner in (module.parameters(), module.buffers()) for t in owner)
+        for name, parameter in self._module.named_parameters():
+            if _storage(parameter) == storage:
+                # Torch's linear saves a weight transposed; what DeepSpeed trains saves the weight itself.
+                shape, stride = parameter.shape, parameter.stride()
+                if (tensor.shape, tensor.stride()) not in ((shape, stride), (shape[::-1], stride[::-1])):
+                    self.viewed.add(name)
+                return True
+        return any(_storage(buffer) == storage for buffer in self._module.buffers())
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

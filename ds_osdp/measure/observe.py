@@ -23,7 +23,7 @@ from ds_osdp.measure.fake import tensors_in
 from ds_osdp.measure.memory_sample import MemorySample
 from ds_osdp.measure.sample import InputTensor
 from ds_osdp.measure.stopwatch import AtWork, MicroStep, Stopwatch
-from ds_osdp.measure.units import owned_parameters
+from ds_osdp.measure.units import owned_parameters, viewed_bytes
 from ds_osdp.profile import ModelProfile, UnitProfile, Work
 
 __all__ = ["Observer", "observe"]
@@ -135,6 +135,7 @@ class Observer:
             activation_bytes=self._sampled.kept[number],
             transient_bytes=self._sampled.transient[number],
             backward_transient_bytes=self._sampled.backward_transient[number],
+            viewed_bytes=viewed_bytes(self._owned[name], self._sampled.viewed),
             output_bytes=self._sampled.output_bytes[number],
             recomputes=number in self._recomputed,
         )

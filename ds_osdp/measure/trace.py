@@ -31,7 +31,8 @@ def profile_model(model: nn.Module, sample: Sample, *, dtype: torch.dtype | None
     checkpointing computes again.  Backward starts at the output's ``loss``, or else at the sum of all outputs that need a
     gradient; the outputs are not alive during it.
 
-    ``activation_bytes`` counts each storage once, with the unit that saved it first, views of parameters and buffers excluded.
+    ``activation_bytes`` counts each storage once, with the unit that saved it first, views of parameters and buffers excluded;
+    ``viewed_bytes`` counts the parameters of which views were saved.  Linear layers save what DeepSpeed's own do.
     ``transient_bytes`` and ``backward_transient_bytes`` are the most that is alive while the unit is at work, beyond what it
     and the units before it keep for backward: adding the activations up to the unit gives the true peak.  A gradient is alive
     from when it is made to when it is complete.  What

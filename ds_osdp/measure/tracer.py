@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_osdp.measure.at_work import UnitAtWork
 from ds_osdp.measure.fake import ShapeRunner, tensors_in
+from ds_osdp.measure.linear import deepspeed_linear
 from ds_osdp.measure.memory import StorageLedger
 from ds_osdp.measure.operators import flop_formula, moved_bytes
+from ds_osdp.measure.units import viewed_bytes
 from ds_osdp.profile import ParameterProfile, UnitProfile, Work
 
 __all__ = ["Tracer"]
@@ -42,6 +44,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         resident = [*model.parameters(), *model.buffers()]
         self.ledger = StorageLedger(frozenset(t.untyped_storage()._cdata for t in resident))
         self._model = model
+        self._parameters = {p.untyped_storage()._cdata: (name, p) for name, p in model.named_parameters()}
+        self._viewed: set[str] = set()
         self._units = units
         self._runner = runner
         self._at_work = UnitAtWork(model, units, self.ledger.enter)
@@ -58,7 +62,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
         self.ledger.inputs.update(tensor.untyped_storage()._cdata for tensor in inputs.values())
-        with self, saved_tensors_hooks(self._save, lambda tensor: tensor):
+        with self, deepspeed_linear(), saved_tensors_hooks(self._save, lambda tensor: tensor):
             output = self._model(**inputs)
         if not self.order:  # Parameters were used, and no unit's forward was called: all work is the first unit's.
             self.order.update(dict.fromkeys(self._units[:1], 0))
@@ -68,7 +72,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept = self.ledger.end_forward()
         self._at_work.begin_backward()
         if edges:
-            with self:
+            with self, deepspeed_linear():
                 torch.autograd.backward(edges, gradients)
 
     def profiles(self, owned: Mapping[str, tuple[ParameterProfile, ...]]) -> Iterator[UnitProfile]:
@@ -83,6 +87,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 activation_bytes=self._kept[index],
                 transient_bytes=in_forward[index],
                 backward_transient_bytes=in_backward[index],
+                viewed_bytes=viewed_bytes(owned[name], self._viewed),
                 output_bytes=self._output_bytes[name],
                 recomputes=name in self._at_work.recomputed,
             )
@@ -118,6 +123,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return returned
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        name, parameter = self._parameters.get(tensor.untyped_storage()._cdata, ("", tensor))
+        if (tensor.shape, tensor.stride()) != (parameter.shape, parameter.stride()):
+            self._viewed.add(name)
         self.ledger.saved(tensor)
         return tensor
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from torch import nn
 
-from ds_osdp.profile import ParameterProfile
+from ds_osdp.profile import DTYPE_BYTES, ParameterProfile
 from ds_osdp.split import sliced, split_rows, unsplit_name
 
-__all__ = ["owned_parameters"]
+__all__ = ["owned_parameters", "viewed_bytes"]
 
 
 def owned_parameters(model: nn.Module) -> dict[str, tuple[ParameterProfile, ...]]:
@@ -35,3 +37,8 @@ def owned_parameters(model: nn.Module) -> dict[str, tuple[ParameterProfile, ...]
         unit = name.rpartition(".")[0]
         owned[unit] = (*owned.get(unit, ()), profile)
     return owned
+
+
+def viewed_bytes(parameters: Iterable[ParameterProfile], viewed: Collection[str]) -> int:
+    """Bytes of those ``parameters`` that ``viewed`` names: views of them are saved for backward."""
+    return sum(p.numel * DTYPE_BYTES[p.dtype] for p in parameters if p.name in viewed)
