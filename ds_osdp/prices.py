@@ -421,12 +421,9 @@ def _part(parameter: ParameterProfile, degree: int) -> int:
 def working_bytes(job: Job) -> int:
     """Working bytes per element of an update.
 
-    DeepSpeed joins a sub-group's gradients in one tensor, copies that to fp32 if it is not, and lets the optimizer work: first
-    both tensors are alive, then the fp32 one and the optimizer's temporaries.
+    The gradient of a sub-group is scaled in an fp32 copy, beside which the optimizer has its temporaries.
     """
-    gradient = DTYPE_BYTES[job.gradient_dtype]
-    joined = gradient if gradient != MASTER_BYTES else 0
-    return MASTER_BYTES + max(joined, MASTER_BYTES * job.optimizer_temporaries)
+    return MASTER_BYTES * (1 + job.optimizer_temporaries)
 
 
 def _update_bytes_moved(job: Job) -> int:

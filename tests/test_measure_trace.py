@@ -231,7 +231,8 @@ def test_parameters_of_which_views_are_saved_are_told_from_those_saved_themselve
     assert unit(profile_model(Chain({"a": nn.Linear(IN, OUT)}, ["a"]), X), "a").viewed_bytes == 0
     attention = nn.MultiheadAttention(IN, 2, batch_first=True)
     profile = profile_model(attention, Sample(tuple(replace(X.tensors[0], name=n) for n in ("query", "key", "value"))))
-    assert sum(u.viewed_bytes for u in profile.units) == 3 * IN * IN * FLOAT  # three different inputs: a part for each
+    # Three different inputs: a part of the weight and of the bias for each.
+    assert sum(u.viewed_bytes for u in profile.units) == 3 * IN * (IN + 1) * FLOAT
 
 
 def test_nothing_is_kept_for_a_backward_that_never_comes() -> None:

@@ -308,15 +308,19 @@ class PlannedStage3Optimizer(MovableStage3Optimizer):
         return flat.narrow(0, gradients[0].storage_offset() - flat.storage_offset(), sum(g.numel() for g in gradients))  # type: ignore[no-any-return]
 
     def unscale_and_clip_grads(self, sub_group_id: int, total_norm: torch.Tensor) -> None:
-        """Scale the gradient of one sub-group, into a copy.
+        """Scale the gradient of one sub-group; into a copy where it lies in the accumulators.
 
-        The accumulators must stay: a parameter without a new gradient is updated with its last, as in stock DeepSpeed.
+        Those must stay: a parameter without a new gradient is updated with its last, as in stock DeepSpeed.
         """
         combined_scale: Any = self.loss_scale
         if self.clip_grad > 0.0:
             combined_scale = torch.clamp((total_norm / self.loss_scale + 1e-6) / self.clip_grad, min=1.0) * self.loss_scale
         master = self.fp32_partitioned_groups_flat[sub_group_id]
-        master.grad = master.grad * (1.0 / combined_scale)
+        accumulators = self.grad_partitions_flat_buffer.untyped_storage().data_ptr()
+        if master.grad.untyped_storage().data_ptr() == accumulators:
+            master.grad = master.grad * (1.0 / combined_scale)
+        else:
+            master.grad.mul_(1.0 / combined_scale)
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """Copy the updated master weights to where parameters lie, unless they are the same memory (fp32)."""

@@ -16,9 +16,9 @@ __all__ = ["deepspeed_linear"]
 def deepspeed_linear() -> Iterator[None]:
     """Inside, ``torch.nn.functional.linear`` computes as ``deepspeed.runtime.zero.linear`` does.
 
-    An engine of stage 3 replaces it, for all units whatever their stage, and for good (``memory_efficient_linear``).  Torch's own
-    saves a transposed view of the weight, which would keep what was gathered alive until backward, and no input where the weight
-    is frozen; DeepSpeed's saves the weight itself and always the input.
+    An engine of stage 3 replaces it, for all units whatever their stage, and for good (``memory_efficient_linear``).  Torch's
+    own saves a transposed view of the weight, which would keep what was gathered alive until backward, and no input where the
+    weight is frozen; DeepSpeed's saves the weight itself and always the input.
     """
     before = functional.linear
     functional.linear = _linear
