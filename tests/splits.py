@@ -36,7 +36,9 @@ ROOT = Path(__file__).parents[1]
 class Kinds(nn.Module):
     """Every kind of module that can be split, of sizes that divide by nothing; ``forward`` returns the loss."""
 
-    def __init__(self, hidden: int = 40, tied: bool = False, checkpoint: bool = False, outside: bool = False) -> None:
+    def __init__(
+        self, hidden: int = 40, tied: bool = False, checkpoint: bool = False, outside: bool = False, lora: bool = False
+    ) -> None:
         super().__init__()
         self.checkpoint, self.outside = checkpoint, outside
         self.wte, self.drop = nn.Embedding(VOCABULARY, hidden, padding_idx=5), nn.Dropout(0.1)
@@ -50,6 +52,11 @@ class Kinds(nn.Module):
                 nn.init.normal_(parameter, std=0.1)
         if tied:
             self.head.weight = self.wte.weight
+        if lora:
+            from peft import LoraConfig, inject_adapter_in_model
+
+            targets = ["wte", "up", "down", "head"]
+            inject_adapter_in_model(LoraConfig(r=4, target_modules=targets, init_lora_weights=False), self)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.drop(self.wte(ids))
@@ -115,7 +122,8 @@ def make_engine(way: Way, model: nn.Module | None = None) -> Any:
         else:
             model = Kinds(**options)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not (way.frozen and name.startswith(way.frozen)))
+            if way.frozen and name.startswith(way.frozen):
+                parameter.requires_grad_(False)
     call: dict[str, Any] = {"model": model, "config": config}
     if way.groups or way.client_optimizer:
         decay = [p for n, p in model.named_parameters() if p.requires_grad and not n.endswith("bias")]

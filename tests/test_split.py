@@ -42,6 +42,7 @@ WAYS |= {
     "frozen experts": Way(slices=3, frozen="moe.experts", steps=5),
     "bf16, accumulation 2": Way(slices=3, whole_slices=1, bf16=True, accumulation=2, steps=5),
     "accumulation 3, stages": Way(slices=4, whole_slices=1, stages=True, accumulation=3, steps=4),
+    "LoRA": Way(slices=3, whole_slices=1, model=("lora",)),
     "parameter groups": Way(slices=3, groups=True, steps=5),
     "the user's optimizer": Way(slices=3, client_optimizer=True, steps=5),
 }  # fmt: skip
