@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from entries import message_of
 from live_bytes import LiveBytes
 from models import batch
 from training import make_engine, micro_steps
+
+from ds_osdp.split import unsplit_name
 
 # Two optimizer groups, small sub-groups and a frozen layer: every branch of the layout.
 CASE = Case(
@@ -35,16 +38,17 @@ SCALE = 8.0
 
 def full_states(engine: Any) -> dict[str, torch.Tensor]:
     """Master weights and both moments of every trainable parameter, whole; weights of the frozen ones."""
-    states = {}
-    for name, parameter in engine.module.named_parameters():
+    states: dict[str, list[torch.Tensor]] = {}
+    for name_of_slice, parameter in engine.module.named_parameters():
+        name, _ = unsplit_name(name_of_slice)
         if parameter.requires_grad:
-            states[name] = safe_get_full_fp32_param(parameter).clone()
+            states.setdefault(name, []).append(safe_get_full_fp32_param(parameter))
             for key in ("exp_avg", "exp_avg_sq"):
-                states[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).clone()
+                states.setdefault(f"{name} {key}", []).append(safe_get_full_optimizer_state(parameter, key))
         else:
-            with deepspeed.zero.GatheredParameters([parameter]):
-                states[name] = parameter.detach().clone()
-    return states
+            states.setdefault(name, []).append(full_parameter(parameter))
+    # The slices of this model are rows of it; of what is not in slices, this makes a copy.
+    return {name: torch.cat(slices) for name, slices in states.items()}
 
 
 def continue_training(engine: Any, begin: int) -> list[float]:
@@ -61,11 +65,16 @@ def continue_training(engine: Any, begin: int) -> list[float]:
     return losses
 
 
-def matrix(folder: str, plans: list[str], tag: str) -> dict[str, Any]:
-    """Every plan saves, every plan loads; what was saved, for other numbers of ranks to load."""
+def matrix(folder: str, plans: list[str], tag: str, before: Sequence[str] = ()) -> dict[str, Any]:
+    """Every plan saves, every plan loads; what was saved, for other launches to load.
+
+    Plans of ``before`` have done that with each other in an earlier launch: now with ``plans``.
+    """
     result: dict[str, Any] = {name: {} for name in ("equal", "losses", "uninterrupted", "zero_to_fp32", "same_files")}
     states: dict[str, dict[str, torch.Tensor]] = {}
-    random = torch.get_rng_state()
+    random = torch.Generator().manual_seed(int(os.environ["RANK"])).get_state()
+    if before:
+        states, result["uninterrupted"] = torch.load(f"{folder}/{tag}.pt")
     for saver in plans:
         engine = make_engine(CASE, saver)
         continue_training(engine, 0)
@@ -78,9 +87,9 @@ def matrix(folder: str, plans: list[str], tag: str) -> dict[str, Any]:
         if os.environ["RANK"] == "0":
             weights = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{saver}", tag=tag)
             result["zero_to_fp32"][saver] = _worst_difference(weights, states[saver])
-    for loader in plans:
+    for loader in [*before, *plans]:
         engine = make_engine(CASE, loader)
-        for saver in plans:
+        for saver in plans if loader in before else [*before, *plans]:
             _, client = engine.load_checkpoint(f"{folder}/{saver}", tag=tag)
             result["equal"][saver, loader] = different_states(engine, states[saver])
             if not torch.equal(client["random"], random) or engine.optimizer.loss_scaler.cur_scale != SCALE:

@@ -14,10 +14,19 @@ import pytest
 from cases import Case
 from launch import on_ranks
 
-LAUNCHES = {"two": 2, "two, long": 2, "four": 4, "two again": 2}
+LAUNCHES = {"two": 2, "two, slices": 2, "two, long": 2, "four": 4, "two again": 2}
 """How many ranks; all but the first are slow."""
-PLANS = {"two": ("stock", "all", "mixed"), "four": ("stock", "all", "mixed", "everything")}
+PLANS = {
+    "two": ("stock", "all", "mixed"),
+    "two, slices": ("slices", "other slices"),
+    "four": ("stock", "all", "mixed", "everything", "slices"),
+}
 """What saves and loads."""
+UNIVERSAL = {
+    ("four", "from two"): (("stock", "mixed", "slices"), ("mixed", "everything", "slices")),
+    ("two again", "from four"): (("stock", "everything", "slices"), ("all", "mixed", "slices")),
+}
+"""What saves on one number of ranks, and loads that on another."""
 
 FP32 = Case(name="fp32", config={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8}}})
 BF16 = Case(name="bf16", bf16=True, accumulation=2, groups=True, frozen="h.2.", zero={"sub_group_size": 9_000})
@@ -50,8 +59,8 @@ def folder() -> str:
 
 @functools.cache
 def _launched(launch: str) -> dict[str, Any] | AssertionError:
-    # What was not made on another number of ranks first cannot be loaded here.
-    before = {"four": "two", "two again": "four"}.get(launch)
+    # What was not saved first cannot be loaded here.
+    before = {"two, slices": "two", "four": "two, slices", "two again": "four"}.get(launch)
     calls = _calls(launch)
     try:
         if before is not None:
@@ -77,6 +86,11 @@ def _calls(launch: str) -> list[tuple[str, Any]]:
             ("refused", ("moves:refused_moves", ())),
             ("bare", ("replans:bare_section", (30, folder()))),
         ]
+    if launch == "two, slices":
+        return [
+            ("matrix", ("checkpoints:matrix", (on_two, PLANS[launch], "here", PLANS["two"]))),
+            ("universal", ("checkpoints:to_universal", (on_two, ["slices"], "here"))),
+        ]
     if launch == "two, long":
         return [
             ("journeys", ("moves:journeys", (JOURNEYS[launch], folder()))),
@@ -88,16 +102,16 @@ def _calls(launch: str) -> list[tuple[str, Any]]:
     if launch == "four":
         return [
             ("matrix", ("checkpoints:matrix", (on_four, PLANS[launch], "here"))),
-            ("universal", ("checkpoints:to_universal", (on_four, ["stock", "everything"], "here"))),
-            ("from two", ("checkpoints:from_universal", (on_two, ["stock", "mixed"], ["mixed", "everything"], "here"))),
+            ("universal", ("checkpoints:to_universal", (on_four, UNIVERSAL["two again", "from four"][0], "here"))),
+            ("from two", ("checkpoints:from_universal", (on_two, *UNIVERSAL[launch, "from two"], "here"))),
             ("modifier", ("checkpoints:gathered_modifier", ("everything", 1))),
             ("drift, node", ("checkpoints:a_copy_that_drifts", ("node",))),
             ("journeys", ("moves:journeys", (JOURNEYS[launch], folder()))),
         ]
     return [
         # First: no rank has imported this package yet.
-        ("stock only", ("stock_only:loads", (on_two, PLANS["two"], "here"))),
-        ("from four", ("checkpoints:from_universal", (on_four, ["stock", "everything"], ["all", "mixed"], "here"))),
+        ("stock only", ("stock_only:loads", (on_two, [*PLANS["two"], "slices"], "here"))),
+        ("from four", ("checkpoints:from_universal", (on_four, *UNIVERSAL[launch, "from four"], "here"))),
         ("interrupted", ("checkpoints:interrupted_save", (f"{folder()}/interrupted",))),
     ]
 

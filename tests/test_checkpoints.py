@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from state import PLANS, found, marked
+from state import PLANS, UNIVERSAL, found, marked
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(700)]
 
 SAVERS = [(launch, saver) for launch, plans in PLANS.items() for saver in plans]
 PAIRS = [(launch, saver, loader) for launch, saver in SAVERS for loader in PLANS[launch]]
-UNIVERSAL = [("four", "from two", saver, loader) for saver in ("stock", "mixed") for loader in ("mixed", "everything")]
-UNIVERSAL += [("two again", "from four", saver, loader) for saver in ("stock", "everything") for loader in ("all", "mixed")]
+PAIRS += [("two, slices", *pair) for a in PLANS["two"] for b in PLANS["two, slices"] for pair in ((a, b), (b, a))]
+TRIPS = [(*where, saver, loader) for where, (savers, loaders) in UNIVERSAL.items() for saver in savers for loader in loaders]
 BF16 = 2**-7
 
 
@@ -37,7 +37,7 @@ def test_equal_state_gives_equal_files(launch: str, plan: str) -> None:
     assert found(launch)["matrix"]["same_files"][plan] == []
 
 
-@pytest.mark.parametrize(("launch", "what", "saver", "loader"), marked(UNIVERSAL))
+@pytest.mark.parametrize(("launch", "what", "saver", "loader"), marked(TRIPS))
 def test_another_number_of_ranks_loads_it_made_universal(launch: str, what: str, saver: str, loader: str) -> None:
     trips = found(launch)[what]
     assert trips["equal"][saver, loader] == []
@@ -46,7 +46,7 @@ def test_another_number_of_ranks_loads_it_made_universal(launch: str, what: str,
 
 @pytest.mark.slow
 def test_stock_loads_it_where_this_package_is_not_installed() -> None:
-    assert found("two again")["stock only"] == {saver: [] for saver in PLANS["two"]}
+    assert found("two again")["stock only"] == {saver: [] for saver in (*PLANS["two"], "slices")}
 
 
 @pytest.mark.slow

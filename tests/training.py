@@ -31,8 +31,9 @@ CLUSTER = {
     "world": {op: {"latency_seconds": 1e-5, "bytes_per_second": 1e8} for op in ("all_gather", "reduce_scatter", "all_reduce")},
 }
 
-Chosen = dict[str, tuple[int, int | None]]
-"""What a plan made by hand says: pattern of parameter names to stage and degree (None: all ranks); the first that fits."""
+Chosen = dict[str, tuple[int, int | None] | tuple[int, int | None, int, int]]
+"""What a plan made by hand says: pattern of parameter names to stage and degree (None: all ranks), and maybe slices and how
+many of them are replicated; the first that fits."""
 
 PLANS: dict[str, list[dict[str, Any]] | Chosen | None] = {
     "stock": None,
@@ -72,6 +73,25 @@ PLANS: dict[str, list[dict[str, Any]] | Chosen | None] = {
         "wte*": (2, 2),
         "*": (3, None),
     },
+    "slices": {
+        "*ln*": (0, 1),
+        "*qkv*": (3, None, 3, 1),
+        "*proj*": (2, None),
+        "h.1.fc1.weight": (3, 2, 5, 2),
+        "*fc1.weight": (3, None, 4, 1),
+        "*fc2.weight": (2, 2, 2, 0),
+        "wte*": (3, None, 7, 0),
+        "head*": (1, None),
+        "*": (3, None),
+    },
+    "other slices": {
+        "*qkv*": (3, None, 2, 0),
+        "*proj.weight": (2, None, 5, 0),
+        "*fc1.weight": (3, None, 7, 4),
+        "*fc1*": (1, None),
+        "head*": (3, None, 3, 2),
+        "*": (3, None),
+    },
 }
 
 
@@ -107,10 +127,19 @@ def make_plan(model: torch.nn.Module, chosen: Chosen, config: dict[str, Any]) ->
     world_size = torch.distributed.get_world_size()
     units = []
     for name, shape in shapes.items():
-        stage, degree = next(value for pattern, value in chosen.items() if fnmatch(name, pattern))
+        stage, degree, *in_slices = next(value for pattern, value in chosen.items() if fnmatch(name, pattern))
+        slices, whole_slices = in_slices or (1, 0)
         elements = int(torch.Size(shape).numel())
         units.append(
-            UnitPlan(name=name, stage=Stage(stage), degree=degree or world_size, parameters=(name,), elements=elements)
+            UnitPlan(
+                name=name,
+                stage=Stage(stage),
+                degree=degree or world_size,
+                slices=slices,
+                whole_slices=whole_slices,
+                parameters=(name,),
+                elements=elements,
+            )
         )
     return Plan(
         world_size=world_size,
