@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -201,6 +203,38 @@ def interrupted_save(folder: str) -> dict[str, Any]:
         result[what] = message_of(lambda: engine.load_checkpoint(folder))
     result["weights only"] = message_of(lambda: engine.load_checkpoint(folder, load_module_only=True))
     result["file"] = file.name
+    engine.destroy()
+    return result
+
+
+def killed_save(folder: str) -> None:
+    """Rank 1 is killed while it writes; what was saved before lies beside."""
+    engine = make_engine(CASE, "mixed")
+    continue_training(engine, 0)
+    engine.save_checkpoint(folder, tag="first")
+    saved = full_states(engine)
+    losses = continue_training(engine, STEPS)
+    torch.save((saved, losses), f"{folder}/saved{os.environ['RANK']}.pt")
+    torch.distributed.barrier()
+
+    # The file is there by then, without its data: it is opened to be filled.
+    def kill(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith("optim_states.pt.part"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "1":
+        sys.addaudithook(kill)
+    engine.save_checkpoint(folder, tag="second")
+
+
+def after_a_kill(folder: str) -> dict[str, Any]:
+    """The job that died starts again, and saves where it died."""
+    saved, losses = torch.load(f"{folder}/saved{os.environ['RANK']}.pt")
+    engine = make_engine(CASE, "mixed")
+    path, _ = engine.load_checkpoint(folder)
+    result = {"path": path, "different": different_states(engine, saved)}
+    result["losses"] = losses, continue_training(engine, STEPS)
+    engine.save_checkpoint(folder, tag="second")
     engine.destroy()
     return result
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from launch import on_ranks
 from state import PLANS, UNIVERSAL, found, marked
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(700)]
@@ -58,6 +61,21 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before() -> None:
     assert row["left over"] == []
     assert row["different"] == []
     assert row["losses"][0] == row["losses"][1]
+
+
+@pytest.mark.slow
+def test_a_save_that_is_killed_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="killed_save failed"):
+        on_ranks(2, "checkpoints:killed_save", str(tmp_path))
+    half_written = [path.name for path in (tmp_path / "second").iterdir() if "rank_1_" in path.name and "optim" in path.name]
+    assert [name.endswith(".part") for name in half_written] == [True]
+    assert (tmp_path / "latest").read_text() == "first"
+    row = on_ranks(2, "checkpoints:after_a_kill", str(tmp_path))
+    assert "/first/" in row["path"]
+    assert row["different"] == []
+    assert row["losses"][0] == row["losses"][1]
+    assert (tmp_path / "latest").read_text() == "second"
+    assert not list((tmp_path / "second").glob("*.part"))
 
 
 @pytest.mark.slow
