@@ -79,6 +79,11 @@ REFUSED = (
         _zero("stage3_use_all_reduce_for_fetch_params"),
     ),
     Refusal(
+        "zero_optimization.memory_efficient_linear: false",
+        "every linear layer then keeps its gathered weight from forward to backward, which is not priced",
+        lambda config: _zero("memory_efficient_linear")(config) is False,
+    ),
+    Refusal(
         "zero_optimization.stage3_module_granularity_threshold",
         "it gathers other modules together than were planned; name leaf modules instead",
         _zero("stage3_module_granularity_threshold"),

@@ -139,6 +139,7 @@ def test_only_stage_3(stage: object) -> None:
         ({"quantize_training": {"enabled": True}}, "quantize_training"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "nontrainable"),
         ({"zero_optimization": {"stage": 3, "stage3_use_all_reduce_for_fetch_params": True}}, "all_reduce_for_fetch"),
+        ({"zero_optimization": {"stage": 3, "memory_efficient_linear": False}}, "memory_efficient_linear"),
         ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, "offload_param"),
     ],
 )
