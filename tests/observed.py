@@ -188,8 +188,6 @@ CONFIG = {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
         "stage3_prefetch_bucket_size": 0,
-        # DeepSpeed's own linear function keeps the input of a frozen layer too, which torch's does not.
-        "memory_efficient_linear": False,
     },
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
 }
