@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf, sqrt
 from typing import Any
 
 import highspy
@@ -22,6 +23,7 @@ from ds_osdp.step import Instance, evaluate
 __all__ = ["EXACT_UNITS", "SOLVER", "Solution", "fastest", "leanest", "relative_gap"]
 
 SOLVER = "HiGHS"
+_NOTHING_FOUND = f"{SOLVER} found no plan in time: raise osdp.solver.time_limit_s, or pin more with osdp.rules"
 
 EXACT_UNITS = 400
 """Models of up to this many units are solved unit by unit if counting kinds leaves a gap; larger ones keep the gap."""
@@ -35,6 +37,9 @@ _POLISHING_SHARE = 0.25
 """Of the time left to the exact model: HiGHS bounds well at once, and a plan close to the bound is quicker found by hand."""
 _COUNTING_GAP = 1e-5
 """At which counting stops for models over :data:`EXACT_UNITS`: to close the rest takes HiGHS up to a hundred times as long."""
+_PRICES_NS = (1e-9, 1e9)
+_PRICE_HALVINGS = 40
+"""Between these prices of a byte, in nanoseconds, one is looked for, in so many steps."""
 _ROUNDING_NS, _ROUNDING_RELATIVE = 2, 1e-8
 """The model works in floating-point microseconds, to HiGHS's tolerances: this much is rounding and no gap."""
 
@@ -53,6 +58,12 @@ class _Outcome:
     values: dict[Any, int]
     bound: float
     proven: bool
+
+    def found(self) -> dict[Any, int]:
+        """The values, if there are any."""
+        if not self.values:
+            raise SolverError(_NOTHING_FOUND)
+        return self.values
 
 
 def fastest(problem: Instance, budget_bytes: int, *, time_limit_seconds: float, gap: float) -> Solution | None:
@@ -128,7 +139,7 @@ def _by_kinds(
     None when nothing that fits was found, which need not mean that there is nothing.
     """
     # The bound of the budget itself bounds every plan; those of the tighter budgets below do not.
-    bound_ns = max(0, int(relaxation.bound * 1e3))
+    bound_ns = int(max(0.0, relaxation.bound) * 1e3)
     allowed, outcome = budget_bytes, relaxation
     for attempt in range(_TIGHTENINGS):
         totals = [(evaluate(problem, choice), choice) for choice in _arrangements(problem, outcome)]
@@ -159,7 +170,7 @@ def _unit_by_unit(problem: Instance, budget_bytes: int, deadline: float, gap: fl
         outcome = search.run(deadline - _POLISHING_SHARE * (deadline - time.monotonic()), gap, budget_bytes=allowed)
         if outcome is None:
             return None
-        choice = _unit_choice(problem, outcome)
+        choice = _unit_choice(problem, outcome) if outcome.values else _at_one_price(problem, budget_bytes)
         excess = evaluate(problem, choice).peak_bytes - budget_bytes
         if excess <= 0:
             break
@@ -167,8 +178,33 @@ def _unit_by_unit(problem: Instance, budget_bytes: int, deadline: float, gap: fl
         allowed -= excess
     if not outcome.proven:
         choice = _polished(problem, choice, budget_bytes, deadline)
-    bound_ns = min(max(0, int(outcome.bound * 1e3)), evaluate(problem, choice).step_ns)
+    bound_ns = min(int(max(0.0, outcome.bound) * 1e3), evaluate(problem, choice).step_ns)
     return Solution(choice, bound_ns)
+
+
+def _at_one_price(problem: Instance, budget_bytes: int) -> tuple[int, ...]:
+    """Every unit takes what costs it least at one price per byte held, the lowest found at which all fits (Lagrange's).
+
+    Raises:
+        SolverError: nothing that was tried fits.
+    """
+    prices = [
+        [(float(p.busy_ns(problem.accumulation)), float(p.resident_bytes + p.gathered_bytes)) for p in kind.prices]
+        for kind in problem.kinds
+    ]
+    fits: tuple[int, ...] | None = None
+    low, high = _PRICES_NS
+    for _ in range(_PRICE_HALVINGS):
+        price = sqrt(low * high)
+        cheapest = [min(range(len(own)), key=lambda o: own[o][0] + price * own[o][1]) for own in prices]
+        choice = tuple(cheapest[kind] for kind in problem.kind_of)
+        if evaluate(problem, choice).peak_bytes <= budget_bytes:
+            fits, high = choice, price
+        else:
+            low = price
+    if fits is None:
+        raise SolverError(_NOTHING_FOUND)
+    return fits
 
 
 def _polished(problem: Instance, choice: tuple[int, ...], budget_bytes: int, deadline: float) -> tuple[int, ...]:
@@ -188,14 +224,14 @@ def _polished(problem: Instance, choice: tuple[int, ...], budget_bytes: int, dea
 
 
 def _unit_choice(problem: Instance, outcome: _Outcome) -> tuple[int, ...]:
-    taken = {u: o for (u, o), value in outcome.values.items() if value}
+    taken = {u: o for (u, o), value in outcome.found().items() if value}
     return tuple(taken[u] for u in range(len(problem.units)))
 
 
 def _arrangements(problem: Instance, outcome: _Outcome) -> Iterator[tuple[int, ...]]:
     """The counts of every group spread over its units, in a few fixed ways: so equal input gives equal plans."""
     counts: dict[int, list[int]] = {}
-    for (group, option), number in sorted(outcome.values.items()):
+    for (group, option), number in sorted(outcome.found().items()):
         counts.setdefault(group, []).extend([option] * number)
     members = counting.groups(problem)
     for order in (list, lambda options: options[::-1], _evenly):
@@ -221,12 +257,13 @@ class _Search:
         self._solver = SolverFactory("highs")
         for checked in list(self._solver.config.auto_updates):
             self._solver.config.auto_updates[checked] = checked == "update_parameters"
+        self._solver.set_instance(model)  # here, so that it is not taken for time to solve
 
     def run(self, deadline: float, gap: float, *, budget_bytes: int | None = None) -> _Outcome | None:
-        """Solve; None when there is no solution.
+        """Solve; None when there is no solution, and one without values when the time ended before one was found.
 
         Raises:
-            SolverError: the time ended before any solution was found, or HiGHS failed.
+            SolverError: HiGHS failed.
         """
         if budget_bytes is not None:
             self._model.budget = budget_bytes / milp.MIB
@@ -250,10 +287,9 @@ class _Search:
         proven = condition is TerminationCondition.convergenceCriteriaSatisfied
         if not proven and condition is not TerminationCondition.maxTimeLimit:
             raise SolverError(f"{SOLVER} failed: {condition.name}")
+        bound = -inf if results.objective_bound is None else float(results.objective_bound)
         if results.solution_status not in (SolutionStatus.optimal, SolutionStatus.feasible):
-            raise SolverError(
-                f"{SOLVER} found no plan in {seconds:.3g} s: raise osdp.solver.time_limit_s, or pin more with osdp.rules"
-            )
+            return _Outcome({}, bound, proven)
         values = results.solution_loader.get_vars()
         taken = {index: round(values[self._variables[index]]) for index in self._variables}
-        return _Outcome(taken, float(results.objective_bound), proven)
+        return _Outcome(taken, bound, proven)
