@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _models import GPT, GPTConfig, token_batches
+from _rank import measure_on_this_rank
 
 import ds_osdp
 
@@ -56,19 +54,5 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     return {"step_seconds": seconds, "move_seconds": moves, "state_bytes": sum(ds_osdp.state_bytes(started).values())}
 
 
-def main() -> None:
-    """Keep standard output for the result: DeepSpeed writes there too."""
-    with os.fdopen(os.dup(1), "w") as result:
-        os.dup2(2, 1)
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        dist.init_process_group("gloo")
-        measured = measure(json.loads(sys.argv[1]))
-        if dist.get_rank() == 0:
-            print(json.dumps(measured), file=result, flush=True)
-        dist.barrier()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads may still hold tensors
-
-
 if __name__ == "__main__":
-    main()
+    measure_on_this_rank(measure)

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from _lab import environment
 from netlab import RanksFailedError, exit_on_signals, run_ranks
 
 WORKER = Path(__file__).with_name("_move_worker.py")
@@ -48,14 +46,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "move_seconds": {"3 to 0": to_whole, "0 to 3": to_sharded, "3 to 0 again": to_whole_again},
         "state_bytes_per_rank": found["state_bytes"],
         "seconds": seconds,
-        "environment": {
-            "platform": platform.platform(),
-            "cpu_count": os.cpu_count(),
-            "load_average": os.getloadavg()[0],
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "deepspeed": version("deepspeed"),
-        },
+        "environment": environment(),
         "settings": {**vars(arguments), "model": model, "config": CONFIG},
         "step_seconds": found["step_seconds"],
     }
