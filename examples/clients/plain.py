@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from data import sequences
 from transformers import T5Config, T5ForConditionalGeneration, ViTConfig, ViTForImageClassification
@@ -42,9 +43,10 @@ PLAIN = str(Path(__file__).with_name("ds_plain.json"))
 
 def main(name: str, config: Any = PLAIN) -> dict[str, Any]:
     """Train it.  Returns the losses and the engine."""
+    ds_osdp.enable()
     torch.manual_seed(0)
     model, rows = MODELS[name]()
-    engine, *_ = ds_osdp.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     losses = []
     for i in range(8):
         samples = rows[(2 * i + engine.global_rank) % 14 :][:2]
