@@ -7,12 +7,13 @@ whichever units these are, so that its optimum bounds the exact one from below, 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyomo.environ as pyo
 
-from ds_osdp.milp import MIB, SUMS, US, Of, linear, memory, nonzero
+from ds_osdp.milp import MIB, SUMS, US, Of, linear, minimise_peak, nonzero, stay_within
 from ds_osdp.step import Instance
 
 __all__ = ["groups", "relaxed", "relaxed_leanest"]
@@ -27,8 +28,7 @@ def relaxed(problem: Instance, budget_bytes: int) -> pyo.ConcreteModel:
     """:func:`ds_osdp.milp.exact` with units counted by group; its objective bounds the step from below (microseconds)."""
     m = _counts(problem)
     A = problem.accumulation
-    m.budget = pyo.Param(initialize=budget_bytes / MIB, mutable=True)
-    memory(m, problem, _Counts(m, problem), m.budget)
+    stay_within(m, problem, _Counts(m, problem), budget_bytes)
     passes = [
         ("first", 1, ("gather_first_ns", "forward_ns"), m.slots),
         ("last", 1, ("gather_backward_ns", "last_backward_ns", "last_reduce_ns"), m.slots[::-1]),
@@ -95,9 +95,7 @@ def _relaxed_pass(m, problem: Instance, machines, slots) -> pyo.Block:
 def relaxed_leanest(problem: Instance) -> pyo.ConcreteModel:
     """The leanest counts: the objective (MiB) bounds the peak of every plan from below."""
     m = _counts(problem)
-    m.peak = pyo.Var(domain=pyo.NonNegativeReals)
-    memory(m, problem, _Counts(m, problem), m.peak)
-    m.least = pyo.Objective(expr=m.peak, sense=pyo.minimize)
+    minimise_peak(m, problem, _Counts(m, problem))
     return m
 
 
@@ -147,12 +145,16 @@ def _total(m, problem: Instance, name: str):
 
 def _group_total(m, problem: Instance, k: int, name: str):
     """Microseconds added up over the units of a group, linear in y."""
-    prices = problem.kinds[m.kind[k]].prices
-    return linear([getattr(p, name) / US for p in prices], [m.y[k, o] for o in range(len(prices))], len(m.members[k]))
+    return _taken(m, k, [getattr(p, name) / US for p in problem.kinds[m.kind[k]].prices])
+
+
+def _taken(m, k: int, values: Sequence[float]):
+    """``values``, one per option, added up over the units of group k."""
+    return linear(values, [m.y[k, o] for o in range(len(values))], len(m.members[k]))
 
 
 class _Counts:
-    """What :func:`ds_osdp.milp.memory` adds up, at least, whichever units of a group took which option."""
+    """What the memory rows of :mod:`ds_osdp.milp` add up, at least, whichever units of a group took which option."""
 
     def __init__(self, m, problem: Instance) -> None:
         self.m, self.problem = m, problem
@@ -206,5 +208,4 @@ class _Counts:
         return [of(self.problem.kinds[self.m.kind[k]], p) / MIB for p in self._prices(k)]
 
     def _group(self, k: int, of: Of):
-        values = self._values(k, of)
-        return linear(values, [self.m.y[k, o] for o in range(len(values))], len(self.m.members[k]))
+        return _taken(self.m, k, self._values(k, of))

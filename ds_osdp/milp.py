@@ -35,7 +35,7 @@ import pyomo.environ as pyo
 from ds_osdp.prices import Price
 from ds_osdp.step import Instance, Kind, Window
 
-__all__ = ["MIB", "SUMS", "US", "Of", "exact", "exact_leanest", "linear", "memory", "nonzero"]
+__all__ = ["MIB", "SUMS", "US", "Of", "exact", "exact_leanest", "linear", "minimise_peak", "nonzero", "stay_within"]
 
 MIB = float(1 << 20)
 US = 1e3  # nanoseconds
@@ -56,8 +56,7 @@ def exact(problem: Instance, budget_bytes: int) -> pyo.ConcreteModel:
     """The model of ``problem`` under ``budget_bytes`` per rank; its objective is the step in microseconds."""
     m = _choices(problem)
     A = problem.accumulation
-    m.budget = pyo.Param(initialize=budget_bytes / MIB, mutable=True)
-    memory(m, problem, _Units(m, problem), m.budget)
+    stay_within(m, problem, _Units(m, problem), budget_bytes)
     m.first = _forward(m, problem, first=True)
     m.last = _backward(m, problem, last=True)
     step = m.first.F[m.U.last()] + m.last.end + pyo.quicksum(_chosen(m, problem, u, "update_ns") for u in m.U)
@@ -72,9 +71,7 @@ def exact(problem: Instance, budget_bytes: int) -> pyo.ConcreteModel:
 def exact_leanest(problem: Instance) -> pyo.ConcreteModel:
     """The leanest plan instead of the fastest: the same choices, with the peak (MiB) as the objective."""
     m = _choices(problem)
-    m.peak = pyo.Var(domain=pyo.NonNegativeReals)
-    memory(m, problem, _Units(m, problem), m.peak)
-    m.least = pyo.Objective(expr=m.peak, sense=pyo.minimize)
+    minimise_peak(m, problem, _Units(m, problem))
     return m
 
 
@@ -93,11 +90,16 @@ def _choices(problem: Instance) -> pyo.ConcreteModel:
 
 def _chosen(m, problem: Instance, u: int, name: str):
     """Microseconds of the option that unit u takes, linear in x."""
-    return linear([getattr(p, name) / US for p in problem.prices(u)], [m.x[u, o] for o in range(len(problem.options(u)))])
+    return _taken(m, u, [getattr(p, name) / US for p in problem.prices(u)])
+
+
+def _taken(m, u: int, values: Sequence[float]):
+    """The one of ``values``, one per option, that unit u takes."""
+    return linear(values, [m.x[u, o] for o in range(len(values))])
 
 
 class _Units:
-    """What :func:`memory` adds up, unit by unit: in running sums, so that the row of any unit is short."""
+    """What :func:`_memory` adds up, unit by unit: in running sums, so that the row of any unit is short."""
 
     def __init__(self, m, problem: Instance) -> None:
         self.m, self.problem, self.rows = m, problem, m.U
@@ -112,7 +114,7 @@ class _Units:
     def own(self, u: int, of: Of):
         """``of`` of the option that unit u takes, in MiB."""
         kind = self.problem.kinds[self.problem.kind_of[u]]
-        return linear([of(kind, p) / MIB for p in kind.prices], [self.m.x[u, o] for o in range(len(kind.options))])
+        return _taken(self.m, u, [of(kind, p) / MIB for p in kind.prices])
 
     def all(self, of: Of):
         """``of``, added up over all units."""
@@ -141,7 +143,20 @@ def linear(values: Sequence[float], counts: Sequence[Any], number: int = 1):
     return least * number + pyo.quicksum((v - least) * count for v, count in zip(values, counts, strict=True) if v > least)
 
 
-def memory(m, problem: Instance, terms: Any, budget) -> None:
+def stay_within(m, problem: Instance, terms: Any, budget_bytes: int) -> None:
+    """(3) under a budget, ``m.budget``, that may be changed."""
+    m.budget = pyo.Param(initialize=budget_bytes / MIB, mutable=True)
+    _memory(m, problem, terms, m.budget)
+
+
+def minimise_peak(m, problem: Instance, terms: Any) -> None:
+    """(3) under a budget that is the objective, in MiB."""
+    m.peak = pyo.Var(domain=pyo.NonNegativeReals)
+    _memory(m, problem, terms, m.peak)
+    m.least = pyo.Objective(expr=m.peak, sense=pyo.minimize)
+
+
+def _memory(m, problem: Instance, terms: Any, budget) -> None:
     """(3), at the rows that ``terms`` names, of what it adds up."""
     n = len(problem.units)
     m.resident = pyo.Var(domain=pyo.NonNegativeReals)

@@ -8,7 +8,7 @@ for; then the next one is observed.  Ranks reach the end of a window together an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -81,7 +81,7 @@ class Replanner:
 
     def _forward(self, module: Any, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
-            self._input_elements = max(self._input_elements, sum(t.numel() for t in _tensors((args, kwargs))))
+            self._input_elements = max(self._input_elements, sum(t.numel() for t in measure.tensors_in((args, kwargs))))
 
     def _stepped(self) -> None:
         """After every optimizer step, on all ranks."""
@@ -163,13 +163,3 @@ class Replanner:
                 f"micro-step's input has {seen.input_elements} elements in place of {settled.input_elements}"
             )
         return None
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)

@@ -85,8 +85,7 @@ def fastest(problem: Instance, budget_bytes: int, *, time_limit_seconds: float, 
         return None  # nothing need be solved to see that
     if len(problem.units) > EXACT_UNITS:
         gap = max(gap, _COUNTING_GAP)
-    few_groups = len(counting.groups(problem)) <= len(problem.units) // 2
-    if len(problem.units) <= EXACT_UNITS and not few_groups:
+    if len(problem.units) <= EXACT_UNITS and len(counting.groups(problem)) > len(problem.units) // 2:
         return _unit_by_unit(problem, budget_bytes, deadline, gap)
     counts = _Search(counting.relaxed(problem, budget_bytes), "y")
     relaxation = counts.run(began + _COUNTING_SHARE * time_limit_seconds, gap)

@@ -119,9 +119,7 @@ class PlannedEngine:
         """
         same_on_every_rank("the plan", {"units": plan.plan_hash})
         on_every_rank(lambda: self._check_movable(plan))
-        self._engine.optimizer.osdp_move(plan, _sizes(plan), self._engine.osdp_groups)
-        verify(self._engine.module.named_parameters(), plan)
-        self.plan = plan
+        self._move(plan)
 
     def guard(self, give_way: Callable[[], Plan] | None) -> None:
         """Survive allocations that fail from now on; every rank must call it.
@@ -154,9 +152,7 @@ class PlannedEngine:
             for timer in self._engine.timers.get_timers().values():
                 timer.started_ = False
             get_accelerator().empty_cache()
-            plan = give_way()
-            optimizer.osdp_move(plan, _sizes(plan), self._engine.osdp_groups)
-            self.plan = plan
+            self._move(give_way())
         return passed, result
 
     def try_update(self) -> None:
@@ -169,6 +165,11 @@ class PlannedEngine:
 
         if self.guarded:
             self.attempt(allocate, loses_gradients=True)
+
+    def _move(self, plan: Plan) -> None:
+        self._engine.optimizer.osdp_move(plan, _sizes(plan), self._engine.osdp_groups)
+        verify(self._engine.module.named_parameters(), plan)
+        self.plan = plan
 
     def _check_movable(self, plan: Plan) -> None:
         optimizer = self._engine.optimizer

@@ -316,8 +316,7 @@ class PlannedStage3Optimizer(MovableStage3Optimizer):
         if self.clip_grad > 0.0:
             combined_scale = torch.clamp((total_norm / self.loss_scale + 1e-6) / self.clip_grad, min=1.0) * self.loss_scale
         master = self.fp32_partitioned_groups_flat[sub_group_id]
-        accumulators = self.grad_partitions_flat_buffer.untyped_storage().data_ptr()
-        if master.grad.untyped_storage().data_ptr() == accumulators:
+        if layout.share_memory(master.grad, self.grad_partitions_flat_buffer):
             master.grad = master.grad * (1.0 / combined_scale)
         else:
             master.grad.mul_(1.0 / combined_scale)
