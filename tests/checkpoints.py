@@ -14,12 +14,12 @@ from typing import Any
 
 import deepspeed
 import torch
+from _alive import Alive
 from cases import Case
 from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from entries import message_of
-from live_bytes import LiveBytes
 from models import batch
 from training import make_engine, micro_steps
 
@@ -176,10 +176,11 @@ def interrupted_save(folder: str) -> dict[str, Any]:
     """The disk of one rank is full in the middle of a save; after that, files are missing or end too early."""
     engine = make_engine(CASE, "mixed")
     continue_training(engine, 0)
-    with LiveBytes() as live:
-        held = live.now()
+    with Alive() as alive:
+        held = alive.now_bytes
         engine.save_checkpoint(folder, tag="first")
-    result: dict[str, Any] = {"beside": live.peak - held, "unit": 16 * max(p.ds_numel for p in engine.module.parameters())}
+    unit = 16 * max(p.ds_numel for p in engine.module.parameters())
+    result: dict[str, Any] = {"beside": alive.peak_bytes - held, "unit": unit}
     result["states"] = 12 * sum(p.ds_numel for p in engine.module.parameters()) / 2
     saved = full_states(engine)
     losses = continue_training(engine, STEPS)

@@ -68,7 +68,7 @@ def _start(folder: str, rank: int, world_size: int, port: int, environment: dict
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "benchmarks"), os.environ.get("PYTHONPATH", "")]),
         "PYTHONWARNINGS": "ignore",
         "DS_OSDP_CACHE": folder,
         **(environment or {}),

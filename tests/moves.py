@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
+from _alive import Alive
 from cases import Case
 from checkpoints import full_states
 from entries import message_of
-from live_bytes import LiveBytes
 from models import GPT
 from training import PLANS, ds_config, full_parameters, make_engine, make_plan, micro_steps
 
@@ -94,11 +94,11 @@ def bytes_while_moving(case: Case, plans: list[str]) -> list[dict[str, int]]:
         row = {"unit": (20 if not case.bf16 else 16) * largest}
         if stop:
             plan = plan_of(engine, name, case)
-            with LiveBytes() as live:
+            with Alive() as alive:
                 engine.osdp.apply(plan)
-            row["move"] = live.peak
+            row["move"] = alive.peak_bytes
         for step in range(2):
             list(micro_steps(engine, step, case.accumulation))
-        rows.append({**row, "held": LiveBytes().now()})
+        rows.append({**row, "held": Alive().now_bytes})
     engine.destroy()
     return rows

@@ -11,9 +11,9 @@ from typing import Any
 
 import deepspeed
 import torch
+from _alive import Alive
 from cases import Case
 from deepspeed.utils import logger
-from live_bytes import LiveBytes
 from models import GPT, TOKENS, batch
 from training import CLUSTER, ds_config
 
@@ -95,18 +95,18 @@ def changing_inputs(steps: int, interval: int) -> dict[str, Any]:
     return {"lines": lines, "losses": losses}
 
 
-class Budget(LiveBytes):
+class Budget(Alive):
     """Allows so many bytes more than are alive when it begins."""
 
     def __init__(self, more_bytes: int) -> None:
         super().__init__()
-        self._limit = self.now() + more_bytes
+        self._limit = self.now_bytes + more_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.now()
+        before = self.now_bytes
         out = super().__torch_dispatch__(func, types, args, kwargs)
         # A view takes nothing; and what is as small as a flag is on the host, where there is a device.
-        if self.now() > max(self._limit, before + 100):
+        if self.now_bytes > max(self._limit, before + 100):
             raise torch.OutOfMemoryError(f"no memory for {func}")
         return out
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from lab_throughput import Cell, pareto, summary
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

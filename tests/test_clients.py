@@ -8,12 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import netlab
 import pytest
 from launch import on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-import netlab  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
 
